@@ -105,7 +105,7 @@ def environment_python(extra: str) -> Path:
 
 
 def make_environment(folder: Path) -> None:
-    """An empty environment; without `ensurepip` (Debian packs it apart) the calling Python's pip will do the installing."""
+    """An empty environment; where `ensurepip` is missing (Debian packs it apart) the calling Python's pip installs."""
     venv.create(folder, clear=True, symlinks=True, with_pip=importlib.util.find_spec("ensurepip") is not None)
 
 
