@@ -132,6 +132,8 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     else:
         python = environment_python(extra)
+    os.environ["PATH"] = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])  # pyright asks there
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # an advertisement of mkdocs-material's
     if options.task != "train":  # whose paths are the user's own
         os.chdir(ROOT)
 
