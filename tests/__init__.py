@@ -1,0 +1,1 @@
+"""The tests of flash_jax: one file per promise, `support` for what they share."""

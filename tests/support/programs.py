@@ -1,0 +1,78 @@
+"""The functions of an attention that the tests compare.
+
+A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a pytree of
+results: so the same program runs with the implementation under test, with the oracle and with plain attention.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Program:
+    """A function of an attention, and the options with which that attention is called."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]):
+        """`function(attend, *arrays)` is given an `attend` that has the `options` already."""
+        self.function = function
+        self.options = options
+
+    def __call__(self, attend, *arrays):
+        """The results with this `attend`."""
+        return self.function(functools.partial(attend, **self.options), *arrays)
+
+    def fingerprint(self, arrays):
+        """Equal for two calls only if they compute the same: the key under which the judges' results are kept."""
+        leaves, tree = jax.tree.flatten((self.options, arrays))
+        contents = tuple((np.asarray(x).dtype.name, np.shape(x), np.asarray(x).tobytes()) for x in leaves)
+        return self.function, str(tree), contents
+
+
+def forward(**options):
+    """`program(attend, query, key, value)`: output and log-sum-exp."""
+    return Program(_forward, options)
+
+
+def gradients(**options):
+    """`program(attend, (query, key, value), (dout, dlse))`: gradients of the inputs through both results.
+
+    A cotangent that is None means that this result is not used at all.
+    """
+    return Program(_gradients, options)
+
+
+def tangents(**options):
+    """`program(attend, inputs, input tangents)`: tangents of output and log-sum-exp."""
+    return Program(_tangents, options)
+
+
+def second_order(**options):
+    """`program(attend, inputs, cotangents, directions)`: the derivative of the gradients along `directions`."""
+    return Program(_second_order, options)
+
+
+def _forward(attend, query, key, value):
+    return attend(query, key, value, return_lse=True)
+
+
+def _gradients(attend, inputs, cotangents):
+    dout, dlse = cotangents
+
+    def used(query, key, value):
+        if dlse is None:
+            return attend(query, key, value), None
+        out, lse = attend(query, key, value, return_lse=True)
+        return (None if dout is None else out), lse
+
+    return jax.vjp(used, *inputs)[1]((dout, dlse))
+
+
+def _tangents(attend, inputs, directions):
+    return jax.jvp(functools.partial(_forward, attend), inputs, directions)[1]
+
+
+def _second_order(attend, inputs, cotangents, directions):
+    return jax.jvp(lambda *x: _gradients(attend, x, cotangents), inputs, directions)[1]

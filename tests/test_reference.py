@@ -1,0 +1,224 @@
+"""The reference is the definition that judges the rest; here it is itself held against loops over plain numbers.
+
+Everything is float64, so that a difference is a fault and not a rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.by_hand import attention_by_hand
+from tests.support.cases import case, poisoned
+from tests.support.oracle import reference_attention
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def reference(*arrays, **options):
+    """Output and log-sum-exp of the reference, compiled as one program."""
+    return jax.jit(functools.partial(reference_attention, return_lse=True, **options))(*arrays)
+
+
+def weights(T, S, **options):
+    """The attention weights `[T, S]` of a query that likes every key alike: the mask, each row divided by its sum."""
+    query, key, value = np.zeros((T, 1, 4)), np.zeros((S, 1, 4)), np.eye(S)[:, None, :]
+    return np.asarray(reference(query, key, value, **options)[0])[:, 0, :]
+
+
+def drawn(*rows):
+    """The weights that a drawing stands for: `x` is attended, `.` is not."""
+    mask = np.array([[float(c == "x") for c in row] for row in rows])
+    return mask / np.maximum(mask.sum(axis=-1, keepdims=True), 1)
+
+
+def test_one_query_two_keys():
+    query, key = np.array([[[1.0, 0.0]]]), np.array([[[2.0, 5.0]], [[-1.0, 5.0]]])
+    value = np.array([[[10.0]], [[20.0]]])
+    out, lse = reference(query, key, value, scale=0.5)
+    first, second = np.exp(0.5 * 2.0), np.exp(0.5 * -1.0)
+    np.testing.assert_allclose(out[0, 0, 0], (10 * first + 20 * second) / (first + second), rtol=1e-14)
+    np.testing.assert_allclose(lse[0, 0], np.log(first + second), rtol=1e-14)
+
+
+def test_default_scale_is_one_over_the_root_of_the_head_dim():
+    q, k, v = case("T3-S4-H3-D4-f64").arrays()
+    np.testing.assert_array_equal(reference(q, k, v)[0], reference(q, k, v, scale=0.5)[0])
+
+
+def test_causal_square():
+    np.testing.assert_allclose(weights(3, 3, causal=True), drawn("x..", "xx.", "xxx"), atol=1e-15)
+
+
+def test_causal_fewer_queries_than_keys_is_bottom_right():
+    np.testing.assert_allclose(weights(2, 5, causal=True), drawn("xxxx.", "xxxxx"), atol=1e-15)
+
+
+def test_causal_more_queries_than_keys_leaves_the_first_rows_dead():
+    np.testing.assert_allclose(weights(5, 2, causal=True), drawn("..", "..", "..", "x.", "xx"), atol=1e-15)
+
+
+def test_causal_top_left_by_offset_zero():
+    np.testing.assert_allclose(weights(2, 5, causal=True, q_offset=0), drawn("x....", "xx..."), atol=1e-15)
+    np.testing.assert_allclose(weights(4, 2, causal=True, q_offset=0), drawn("x.", "xx", "xx", "xx"), atol=1e-15)
+
+
+def test_negative_offset():
+    np.testing.assert_allclose(weights(4, 3, causal=True, q_offset=-2), drawn("...", "...", "x..", "xx."), atol=1e-15)
+
+
+def test_window_includes_both_ends():
+    """Case B08: a window of two to the left is three keys with the query's own."""
+    got = weights(8, 8, window=(2, 0))
+    np.testing.assert_allclose(got[5], [0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0], atol=1e-15)
+    np.testing.assert_allclose(weights(4, 4, window=(1, 1)), drawn("xx..", "xxx.", ".xxx", "..xx"), atol=1e-15)
+
+
+def test_window_open_sides():
+    np.testing.assert_allclose(weights(3, 3, window=(None, 0)), weights(3, 3, causal=True), atol=1e-15)
+    np.testing.assert_allclose(weights(3, 3, window=(0, None)), drawn("xxx", ".xx", "..x"), atol=1e-15)
+    np.testing.assert_allclose(weights(3, 3, window=(None, None)), drawn("xxx", "xxx", "xxx"), atol=1e-15)
+
+
+def test_window_does_not_imply_causal_nor_the_reverse():
+    np.testing.assert_allclose(weights(4, 4, window=(1, 2)), drawn("xxx.", "xxxx", ".xxx", "..xx"), atol=1e-15)
+    got = weights(4, 4, window=(1, 2), causal=True)
+    np.testing.assert_allclose(got, drawn("x...", "xx..", ".xx.", "..xx"), atol=1e-15)
+
+
+def test_window_beside_the_keys_is_dead():
+    """Case B10: with T > S the window of the first rows lies before key 0."""
+    np.testing.assert_allclose(weights(5, 2, window=(0, 1)), drawn("..", "..", "x.", "xx", ".x"), atol=1e-15)
+
+
+def test_kv_lengths_move_the_diagonal():
+    got = weights(2, 5, causal=True, kv_lengths=np.array(3))
+    np.testing.assert_allclose(got, drawn("xx...", "xxx.."), atol=1e-15)
+
+
+def test_q_lengths_move_the_diagonal_and_end_the_rows():
+    got = weights(4, 3, causal=True, q_lengths=np.array(2))
+    np.testing.assert_allclose(got, drawn("xx.", "xxx", "...", "..."), atol=1e-15)
+
+
+@pytest.mark.parametrize("length", [-3, 0])
+def test_length_zero_or_below_kills_every_row(length):
+    assert not weights(2, 3, kv_lengths=np.array(length)).any()
+    assert not weights(2, 3, q_lengths=np.array(length)).any()
+
+
+def test_length_beyond_the_array_is_the_array():
+    np.testing.assert_allclose(weights(2, 3, causal=True, kv_lengths=9), drawn("xx.", "xxx"), atol=1e-15)
+    np.testing.assert_allclose(weights(2, 3, causal=True, q_lengths=9), drawn("xx.", "xxx"), atol=1e-15)
+
+
+def test_dead_row_is_zero_with_lse_minus_infinity():
+    q, k, v = case("T3-S1-f64").arrays()
+    out, lse = reference(q, k, v, causal=True)
+    assert not np.asarray(out)[:2].any() and (np.asarray(lse)[:, :2] == -np.inf).all()
+    np.testing.assert_allclose(out[2], v[0], rtol=1e-14)
+
+
+@pytest.mark.parametrize("T, S", [(0, 3), (3, 0), (0, 0)])
+def test_no_queries_or_no_keys(T, S):
+    q, k, v = np.ones((2, T, 4, 8)), np.ones((2, S, 2, 8)), np.ones((2, S, 2, 5))
+    out, lse = reference(q, k, v)
+    assert out.shape == (2, T, 4, 5) and not np.asarray(out).any()
+    assert lse.shape == (2, 4, T) and (np.asarray(lse) == -np.inf).all()
+    gradient = jax.jit(jax.grad(lambda *x: reference_attention(*x).sum(), argnums=(0, 1, 2)))(q, k, v)
+    for g, x in zip(gradient, (q, k, v), strict=True):
+        assert g.shape == x.shape and not np.asarray(g).any()
+
+
+OPTIONS = {
+    "full": {},
+    "scale": {"scale": 0.3},
+    "causal": {"causal": True},
+    "window": {"window": (3, 1)},
+    "window left": {"window": (2, None)},
+    "window right": {"window": (None, 1)},
+    "causal window": {"causal": True, "window": (2, 3)},
+    "offset": {"causal": True, "q_offset": 2},
+    "offset by example": {"causal": True, "q_offset": np.array([-3, 4])},
+    "kv lengths": {"causal": True, "kv_lengths": np.array([2, 5])},
+    "q lengths": {"window": (1, 2), "q_lengths": np.array([0, 4])},
+    "both lengths": {"causal": True, "q_lengths": np.array([3, 9]), "kv_lengths": np.array([0, 4])},
+    "lengths and offset": {"causal": True, "q_offset": 1, "q_lengths": np.array([5, 2]), "kv_lengths": 4},
+    "one length for all": {"causal": True, "kv_lengths": 3, "q_lengths": np.array([4])},
+}
+SHAPES = ["B2-T5-S7-H4-K2-D3-Dv2-f64", "B2-T7-S4-H3-K1-D2-f64", "B2-T6-H2-D1-f64"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_against_loops(name, options):
+    arrays = case(name).arrays()
+    out, lse = reference(*arrays, **options)
+    expected_out, expected_lse = attention_by_hand(*arrays, **options)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["T4-S5-H2-D3-f64", "B2x3-T4-S5-H4-K2-D3-f64"])
+def test_any_number_of_leading_dims(name):
+    arrays = case(name).arrays()
+    out, lse = reference(*arrays, causal=True)
+    expected_out, expected_lse = attention_by_hand(*arrays, causal=True)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12)
+
+
+@pytest.mark.parametrize("argument", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("result", ["out", "lse"])
+def test_gradient_by_finite_differences(argument, result):
+    c = case("B2-T5-S4-H4-K2-D3-f64")
+    arrays, (dout, dlse) = c.arrays(), c.cotangents()
+    options = {"causal": True, "kv_lengths": np.array([4, 2])}
+
+    def loss(function, *x):
+        out, lse = function(*x, return_lse=True, **options)
+        alive = np.asarray(attention_by_hand(*arrays, **options)[1]) > -np.inf
+        return (out * dout).sum() if result == "out" else (np.where(alive, lse, 0.0) * dlse)[alive].sum()
+
+    def by_jax(*x):
+        out, lse = reference_attention(*x, return_lse=True, **options)
+        return (out * dout).sum() if result == "out" else (jnp.where(lse > -jnp.inf, lse, 0.0) * dlse).sum()
+
+    gradient = jax.jit(jax.grad(by_jax, argnums=argument))(*arrays)
+    for index in [(0, 3, 1, 2), (1, 1, 0, 0), (1, 0, 1, 1)]:
+        step = np.zeros_like(arrays[argument])
+        step[index] = 1e-6
+        ends = [[x + sign * step if n == argument else x for n, x in enumerate(arrays)] for sign in (1, -1)]
+        slope = (loss(attention_by_hand, *ends[0]) - loss(attention_by_hand, *ends[1])) / 2e-6
+        np.testing.assert_allclose(gradient[index], slope, rtol=1e-6, atol=1e-8)
+
+
+def test_scale_gradient_by_finite_differences():
+    c = case("B2-T3-S4-H2-D3-f64")
+    arrays, (dout, _) = c.arrays(), c.cotangents()
+    gradient = jax.jit(jax.grad(lambda s: (reference_attention(*arrays, scale=s) * dout).sum()))(np.float64(0.4))
+    ends = [(attention_by_hand(*arrays, scale=0.4 + e, return_lse=False) * dout).sum() for e in (1e-6, -1e-6)]
+    np.testing.assert_allclose(gradient, (ends[0] - ends[1]) / 2e-6, rtol=1e-7)
+
+
+def test_nobody_reads_poisoned_padding():
+    """NaN in keys past the length, in dead queries and in their cotangents reaches neither results nor gradients."""
+    c = case("B2-T4-S5-H2-D3-f64")
+    (q, k, v), (dout, dlse) = c.arrays(), c.cotangents()
+    options = {"q_lengths": np.array([4, 2]), "kv_lengths": np.array([3, 5])}
+    dirty = (poisoned(q, np.s_[1, 2:]), poisoned(k, np.s_[0, 3:]), poisoned(v, np.s_[0, 3:]))
+    dirty_cotangents = (poisoned(dout, np.s_[1, 2:]), poisoned(dlse, np.s_[1, :, 2:]))
+
+    @jax.jit
+    def both(arrays, cotangents):
+        results, pull = jax.vjp(lambda *x: reference_attention(*x, return_lse=True, **options), *arrays)
+        return results, pull(cotangents)
+
+    clean = both((q, k, v), (dout, dlse))
+    jax.tree.map(np.testing.assert_array_equal, both(dirty, dirty_cotangents), clean)
