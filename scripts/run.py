@@ -115,7 +115,10 @@ def install(python: Path, *what: str) -> None:
     pip = [python, "-m", "pip"] if has_pip else [sys.executable, "-m", "pip", "--python", python]
     done = subprocess.run([*pip, "install", "--quiet", "--disable-pip-version-check", *what], check=False)
     if done.returncode:
-        sys.exit(f"run.py: pip could not install {' '.join(what)} (see above).")
+        sys.exit(
+            f"run.py: pip could not install {' '.join(what)} (see above). "
+            "Where the packages are installed already, `python3 scripts/run.py --no-venv TASK` needs no network."
+        )
 
 
 def main() -> None:
