@@ -7,43 +7,59 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.support.accuracy import assert_accurate, judges
 from tests.support.programs import Program
 
 HIGHEST = jax.lax.Precision.HIGHEST
+BATCH, LENGTH, FEATURES = 2, 13, 24
 
-# Each a set of options that both modules take; `features` is the width of the input.
+# Each a set of options that both modules take.
 CASES = {
     "defaults": {"num_heads": 4},
-    "grouped-normed-biased": {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "use_bias": True},
-    "one-kv-head-window": {"num_heads": 4, "num_kv_heads": 1, "window": (5, 0), "head_dim": 10},
-    "no-rotation": {"num_heads": 2, "rope_theta": None, "head_dim": 5},
-    "both-ways": {"num_heads": 4, "causal": False, "rope_theta": 100.0},
+    "every-option": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 10,
+        "window": (5, 0),
+        "rope_theta": 100.0,
+        "qk_norm": True,
+        "use_bias": True,
+    },
+    "both-ways": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 5, "causal": False, "rope_theta": None},
 }
-FEATURES = 24
 
 
-def definition(
-    attend,
-    x,
-    params,
-    *,
-    num_heads,
-    num_kv_heads=None,
-    head_dim=None,
-    causal=True,
-    window=None,
-    rope_theta=10_000.0,
-    qk_norm=False,
-    use_bias=False,
-):
-    """x [..., T, features] through the module with `params` (a dict of dicts), attention by `attend`."""
+def normal(seed, *shape):
+    """Standard-normal float32 numbers."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def inputs(name):
+    """The input and the parameters (a dict of dicts) of case `name`, none of them at a special value."""
+    config = CASES[name]
+    H = config["num_heads"]
+    K, D = config.get("num_kv_heads", H), config.get("head_dim", FEATURES // H)
+    shapes = {"query": (FEATURES, H, D), "key": (FEATURES, K, D), "value": (FEATURES, K, D), "out": (H, D, FEATURES)}
+    params = {layer: {"kernel": normal(i, *shape) / 4} for i, (layer, shape) in enumerate(shapes.items())}
+    if config.get("use_bias"):
+        for i, (layer, shape) in enumerate(shapes.items()):
+            params[layer]["bias"] = normal(10 + i, *(shape[2:] if layer == "out" else shape[1:]))
+    if config.get("qk_norm"):
+        params |= {"query_norm": {"scale": 1 + normal(20, D) / 4}, "key_norm": {"scale": 1 + normal(21, D) / 4}}
+    return normal(30, BATCH, LENGTH, FEATURES), params
+
+
+def cotangent():
+    """A cotangent of the output."""
+    return normal(31, BATCH, LENGTH, FEATURES)
+
+
+def definition(attend, x, params, *, causal=True, window=None, rope_theta=10_000.0, **_):
+    """x [..., T, features] through the module with `params`, attention by `attend`."""
     query, key, value = (_project(x, params[name], "...tf,fhd->...thd") for name in ("query", "key", "value"))
-    assert query.shape[-2:] == (num_heads, head_dim or x.shape[-1] // num_heads)
-    assert key.shape[-2] == value.shape[-2] == (num_kv_heads or num_heads)
-    assert ("bias" in params["out"]) == use_bias
-    if qk_norm:
+    if "query_norm" in params:
         query, key = _normed(query, params["query_norm"]["scale"]), _normed(key, params["key_norm"]["scale"])
     if rope_theta is not None:
         query, key = _turned(query, rope_theta), _turned(key, rope_theta)
@@ -51,36 +67,26 @@ def definition(
 
 
 @functools.cache
-def output(name):
-    """`program(attend, x, params)`: what the module of case `name` gives."""
-    return Program(lambda attend, x, params: definition(attend, x, params, **CASES[name]), {})
-
-
-@functools.cache
-def gradients(name):
-    """`program(attend, x, params, cotangent)`: the gradients of input and parameters."""
+def judged(name):
+    """(oracle, plain) of case `name`, each (output, (input gradient, parameter gradients))."""
 
     def program(attend, x, params, cotangent):
-        return jax.vjp(lambda x, params: definition(attend, x, params, **CASES[name]), x, params)[1](cotangent)
+        out, pull = jax.vjp(lambda x, params: definition(attend, x, params, **CASES[name]), x, params)
+        return out, pull(cotangent)
 
-    return Program(program, {})
-
-
-def hold(actual, program, *arrays, derivative=False):
-    """Holds `actual` to what the program gives for these arrays, by the accuracy rule."""
-    oracle, plain = judges(program, *arrays)
-    jax.tree.map(functools.partial(assert_accurate, derivative=derivative), actual, oracle, plain)
+    return judges(Program(program, {}), *inputs(name), cotangent())
 
 
-def normal(seed, *shape):
-    """Standard-normal float32 numbers."""
-    return jax.random.normal(jax.random.key(seed), shape)
+def hold_output(actual, name):
+    """Holds the output of case `name` to its definition by the accuracy rule."""
+    oracle, plain = judged(name)
+    assert_accurate(actual, oracle[0], plain[0])
 
 
-def scattered(params, seed=7):
-    """`params` with every leaf moved a little, so that no bias is zero and no scale is one."""
-    leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(x + 0.1 * normal(seed + i, *x.shape).astype(x.dtype) for i, x in enumerate(leaves))
+def hold_gradients(actual, name):
+    """Holds the gradients (of the input, of the parameters) of case `name` to its definition by the accuracy rule."""
+    oracle, plain = judged(name)
+    jax.tree.map(functools.partial(assert_accurate, derivative=True), actual, oracle[1], plain[1])
 
 
 def _project(x, layer, subscripts):
