@@ -1,13 +1,19 @@
 """The helper that judges every other test must itself refuse what is wrong (R20)."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.accuracy import assert_accurate, check, error_bound
+from tests.support.accuracy import assert_accurate, assert_same_in_float64, check, error_bound
 from tests.support.cases import case, poisoned
+from tests.support.oracle import reference_attention
 from tests.support.plain import plain_attention
-from tests.support.programs import forward
+from tests.support.programs import forward, values_and_gradients
+from tests.test_causal_window import OPTIONS
+from tests.test_lengths import OPTIONS as LENGTHS
 
 
 def triple(seed=0):
@@ -87,6 +93,21 @@ def test_refuses_another_shape_or_dtype():
         assert_accurate(x[..., :1], r, p)
     with pytest.raises(AssertionError, match="dtype"):
         assert_accurate(x.astype(jnp.bfloat16), r, p)
+
+
+@pytest.mark.parametrize("options", (OPTIONS | LENGTHS).values(), ids=OPTIONS | LENGTHS)
+def test_the_yardstick_is_the_function_that_it_measures(options):
+    """Plain attention and the reference are one function in float64; were they not, the "error" of the one would widen
+    the bound for all."""
+    with jax.enable_x64(True):
+        c = case("B2-T9-S14-H4-K2-D3-f64")
+        options = options | {"scale": 0.7}
+        program = values_and_gradients(**options)
+        results = (
+            jax.jit(functools.partial(program, attend))(c.arrays(), c.cotangents())
+            for attend in (plain_attention, reference_attention)
+        )
+        jax.tree.map(assert_same_in_float64, *results)
 
 
 def test_check_accepts_plain_attention_itself():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.accuracy import assert_same_in_float64, assert_slope
 from tests.support.by_hand import attention_by_hand
 from tests.support.cases import case, poisoned
 from tests.support.oracle import reference_attention
@@ -43,8 +44,8 @@ def test_one_query_two_keys():
     value = np.array([[[10.0]], [[20.0]]])
     out, lse = reference(query, key, value, scale=0.5)
     first, second = np.exp(0.5 * 2.0), np.exp(0.5 * -1.0)
-    np.testing.assert_allclose(out[0, 0, 0], (10 * first + 20 * second) / (first + second), rtol=1e-14)
-    np.testing.assert_allclose(lse[0, 0], np.log(first + second), rtol=1e-14)
+    assert_same_in_float64(out[0, 0, 0], (10 * first + 20 * second) / (first + second))
+    assert_same_in_float64(lse[0, 0], np.log(first + second))
 
 
 def test_default_scale_is_one_over_the_root_of_the_head_dim():
@@ -53,58 +54,58 @@ def test_default_scale_is_one_over_the_root_of_the_head_dim():
 
 
 def test_causal_square():
-    np.testing.assert_allclose(weights(3, 3, causal=True), drawn("x..", "xx.", "xxx"), atol=1e-15)
+    assert_same_in_float64(weights(3, 3, causal=True), drawn("x..", "xx.", "xxx"))
 
 
 def test_causal_fewer_queries_than_keys_is_bottom_right():
-    np.testing.assert_allclose(weights(2, 5, causal=True), drawn("xxxx.", "xxxxx"), atol=1e-15)
+    assert_same_in_float64(weights(2, 5, causal=True), drawn("xxxx.", "xxxxx"))
 
 
 def test_causal_more_queries_than_keys_leaves_the_first_rows_dead():
-    np.testing.assert_allclose(weights(5, 2, causal=True), drawn("..", "..", "..", "x.", "xx"), atol=1e-15)
+    assert_same_in_float64(weights(5, 2, causal=True), drawn("..", "..", "..", "x.", "xx"))
 
 
 def test_causal_top_left_by_offset_zero():
-    np.testing.assert_allclose(weights(2, 5, causal=True, q_offset=0), drawn("x....", "xx..."), atol=1e-15)
-    np.testing.assert_allclose(weights(4, 2, causal=True, q_offset=0), drawn("x.", "xx", "xx", "xx"), atol=1e-15)
+    assert_same_in_float64(weights(2, 5, causal=True, q_offset=0), drawn("x....", "xx..."))
+    assert_same_in_float64(weights(4, 2, causal=True, q_offset=0), drawn("x.", "xx", "xx", "xx"))
 
 
 def test_negative_offset():
-    np.testing.assert_allclose(weights(4, 3, causal=True, q_offset=-2), drawn("...", "...", "x..", "xx."), atol=1e-15)
+    assert_same_in_float64(weights(4, 3, causal=True, q_offset=-2), drawn("...", "...", "x..", "xx."))
 
 
 def test_window_includes_both_ends():
     """Case B08: a window of two to the left is three keys with the query's own."""
     got = weights(8, 8, window=(2, 0))
-    np.testing.assert_allclose(got[5], [0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0], atol=1e-15)
-    np.testing.assert_allclose(weights(4, 4, window=(1, 1)), drawn("xx..", "xxx.", ".xxx", "..xx"), atol=1e-15)
+    assert_same_in_float64(got[5], [0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0])
+    assert_same_in_float64(weights(4, 4, window=(1, 1)), drawn("xx..", "xxx.", ".xxx", "..xx"))
 
 
 def test_window_open_sides():
-    np.testing.assert_allclose(weights(3, 3, window=(None, 0)), weights(3, 3, causal=True), atol=1e-15)
-    np.testing.assert_allclose(weights(3, 3, window=(0, None)), drawn("xxx", ".xx", "..x"), atol=1e-15)
-    np.testing.assert_allclose(weights(3, 3, window=(None, None)), drawn("xxx", "xxx", "xxx"), atol=1e-15)
+    assert_same_in_float64(weights(3, 3, window=(None, 0)), weights(3, 3, causal=True))
+    assert_same_in_float64(weights(3, 3, window=(0, None)), drawn("xxx", ".xx", "..x"))
+    assert_same_in_float64(weights(3, 3, window=(None, None)), drawn("xxx", "xxx", "xxx"))
 
 
 def test_window_does_not_imply_causal_nor_the_reverse():
-    np.testing.assert_allclose(weights(4, 4, window=(1, 2)), drawn("xxx.", "xxxx", ".xxx", "..xx"), atol=1e-15)
+    assert_same_in_float64(weights(4, 4, window=(1, 2)), drawn("xxx.", "xxxx", ".xxx", "..xx"))
     got = weights(4, 4, window=(1, 2), causal=True)
-    np.testing.assert_allclose(got, drawn("x...", "xx..", ".xx.", "..xx"), atol=1e-15)
+    assert_same_in_float64(got, drawn("x...", "xx..", ".xx.", "..xx"))
 
 
 def test_window_beside_the_keys_is_dead():
     """Case B10: with T > S the window of the first rows lies before key 0."""
-    np.testing.assert_allclose(weights(5, 2, window=(0, 1)), drawn("..", "..", "x.", "xx", ".x"), atol=1e-15)
+    assert_same_in_float64(weights(5, 2, window=(0, 1)), drawn("..", "..", "x.", "xx", ".x"))
 
 
 def test_kv_lengths_move_the_diagonal():
     got = weights(2, 5, causal=True, kv_lengths=np.array(3))
-    np.testing.assert_allclose(got, drawn("xx...", "xxx.."), atol=1e-15)
+    assert_same_in_float64(got, drawn("xx...", "xxx.."))
 
 
 def test_q_lengths_move_the_diagonal_and_end_the_rows():
     got = weights(4, 3, causal=True, q_lengths=np.array(2))
-    np.testing.assert_allclose(got, drawn("xx.", "xxx", "...", "..."), atol=1e-15)
+    assert_same_in_float64(got, drawn("xx.", "xxx", "...", "..."))
 
 
 @pytest.mark.parametrize("length", [-3, 0])
@@ -114,15 +115,15 @@ def test_length_zero_or_below_kills_every_row(length):
 
 
 def test_length_beyond_the_array_is_the_array():
-    np.testing.assert_allclose(weights(2, 3, causal=True, kv_lengths=9), drawn("xx.", "xxx"), atol=1e-15)
-    np.testing.assert_allclose(weights(2, 3, causal=True, q_lengths=9), drawn("xx.", "xxx"), atol=1e-15)
+    assert_same_in_float64(weights(2, 3, causal=True, kv_lengths=9), drawn("xx.", "xxx"))
+    assert_same_in_float64(weights(2, 3, causal=True, q_lengths=9), drawn("xx.", "xxx"))
 
 
 def test_dead_row_is_zero_with_lse_minus_infinity():
     q, k, v = case("T3-S1-f64").arrays()
     out, lse = reference(q, k, v, causal=True)
     assert not np.asarray(out)[:2].any() and (np.asarray(lse)[:, :2] == -np.inf).all()
-    np.testing.assert_allclose(out[2], v[0], rtol=1e-14)
+    assert_same_in_float64(out[2], v[0])
 
 
 @pytest.mark.parametrize("T, S", [(0, 3), (3, 0), (0, 0)])
@@ -161,8 +162,8 @@ def test_against_loops(name, options):
     arrays = case(name).arrays()
     out, lse = reference(*arrays, **options)
     expected_out, expected_lse = attention_by_hand(*arrays, **options)
-    np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
+    assert_same_in_float64(out, expected_out)
+    assert_same_in_float64(lse, expected_lse)
 
 
 @pytest.mark.parametrize("name", ["T4-S5-H2-D3-f64", "B2x3-T4-S5-H4-K2-D3-f64"])
@@ -170,8 +171,8 @@ def test_any_number_of_leading_dims(name):
     arrays = case(name).arrays()
     out, lse = reference(*arrays, causal=True)
     expected_out, expected_lse = attention_by_hand(*arrays, causal=True)
-    np.testing.assert_allclose(out, expected_out, rtol=1e-12)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12)
+    assert_same_in_float64(out, expected_out)
+    assert_same_in_float64(lse, expected_lse)
 
 
 @pytest.mark.parametrize("argument", range(3), ids=["query", "key", "value"])
@@ -181,30 +182,25 @@ def test_gradient_by_finite_differences(argument, result):
     arrays, (dout, dlse) = c.arrays(), c.cotangents()
     options = {"causal": True, "kv_lengths": np.array([4, 2])}
 
-    def loss(function, *x):
-        out, lse = function(*x, return_lse=True, **options)
-        alive = np.asarray(attention_by_hand(*arrays, **options)[1]) > -np.inf
-        return (out * dout).sum() if result == "out" else (np.where(alive, lse, 0.0) * dlse)[alive].sum()
+    def by_hand(*x):
+        out, lse = attention_by_hand(*x, **options)
+        return (out * dout).sum() if result == "out" else (np.where(lse > -np.inf, lse, 0.0) * dlse).sum()
 
-    def by_jax(*x):
+    def loss(*x):
         out, lse = reference_attention(*x, return_lse=True, **options)
         return (out * dout).sum() if result == "out" else (jnp.where(lse > -jnp.inf, lse, 0.0) * dlse).sum()
 
-    gradient = jax.jit(jax.grad(by_jax, argnums=argument))(*arrays)
+    gradient = jax.jit(jax.grad(loss, argnums=argument))(*arrays)
     for index in [(0, 3, 1, 2), (1, 1, 0, 0), (1, 0, 1, 1)]:
-        step = np.zeros_like(arrays[argument])
-        step[index] = 1e-6
-        ends = [[x + sign * step if n == argument else x for n, x in enumerate(arrays)] for sign in (1, -1)]
-        slope = (loss(attention_by_hand, *ends[0]) - loss(attention_by_hand, *ends[1])) / 2e-6
-        np.testing.assert_allclose(gradient[index], slope, rtol=1e-6, atol=1e-8)
+        assert_slope(gradient, by_hand, arrays, argument, index)
 
 
 def test_scale_gradient_by_finite_differences():
     c = case("B2-T3-S4-H2-D3-f64")
     arrays, (dout, _) = c.arrays(), c.cotangents()
     gradient = jax.jit(jax.grad(lambda s: (reference_attention(*arrays, scale=s) * dout).sum()))(np.float64(0.4))
-    ends = [(attention_by_hand(*arrays, scale=0.4 + e, return_lse=False) * dout).sum() for e in (1e-6, -1e-6)]
-    np.testing.assert_allclose(gradient, (ends[0] - ends[1]) / 2e-6, rtol=1e-7)
+    by_hand = lambda s: (attention_by_hand(*arrays, scale=s[0], return_lse=False) * dout).sum()  # noqa: E731
+    assert_slope(gradient[None], by_hand, [np.array([0.4])], 0, (0,))
 
 
 def test_nobody_reads_poisoned_padding():

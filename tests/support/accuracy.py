@@ -4,6 +4,8 @@ An error is measured against the reference in float64 on the already rounded inp
 error of plain attention in the inputs' own dtype:
 
     max|x - oracle| <= 2 max|plain - oracle| + eps(dtype) max|oracle|        (3 for gradients and tangents)
+
+Where both sides are computed in float64, `assert_same_in_float64` and `assert_slope` allow for the rounding of float64 alone.
 """
 
 import functools
@@ -16,23 +18,27 @@ from tests.support.oracle import reference_attention
 from tests.support.plain import plain_attention
 from tests.support.programs import Program
 
-
 _judged = {}
 
 
-def check(program: Program, attend, *arrays, derivative=False, given=None):
-    """Runs `program(attend, *arrays)` and holds every result to the rule; returns the results.
+def check(program: Program, attend, *arrays, given=None):
+    """Runs `program(attend, *arrays)` under `jit` and holds every result to the rule; returns the results.
 
-    derivative: whether the results are gradients or tangents.
     given: what `attend` gets in the place of `arrays`, where the two should make no difference (poisoned padding).
     """
-    actual = jax.jit(functools.partial(program, attend))(*(arrays if given is None else given))
+    results = jax.jit(functools.partial(program, attend))(*(arrays if given is None else given))
+    assert_agrees(results, program, *arrays)
+    return results
+
+
+def assert_agrees(results, program: Program, *arrays):
+    """Holds `results`, however they were obtained, to what `program` should give for `arrays`."""
     oracle, plain = judges(program, *arrays)
-    named = jax.tree_util.tree_leaves_with_path(actual)
-    leaves = zip(named, jax.tree.leaves(oracle), jax.tree.leaves(plain), strict=True)
-    for (path, x), r, p in leaves:
-        assert_accurate(x, r, p, derivative=derivative, name=jax.tree_util.keystr(path))
-    return actual
+    named = jax.tree_util.tree_leaves_with_path(results)
+    derivative = jax.tree.leaves(jax.tree.broadcast(program.derivative, results))
+    leaves = zip(named, jax.tree.leaves(oracle), jax.tree.leaves(plain), derivative, strict=True)
+    for (path, x), r, p, is_derivative in leaves:
+        assert_accurate(x, r, p, derivative=is_derivative, name=jax.tree_util.keystr(path))
 
 
 def judges(program: Program, *arrays):
@@ -42,19 +48,16 @@ def judges(program: Program, *arrays):
     """
     key = program.fingerprint(arrays)
     if key not in _judged:
-        _judged[key] = _judge(program, *arrays)
+        plain = jax.jit(functools.partial(program, plain_attention))(*arrays)
+        with jax.enable_x64(True):
+            oracle = jax.jit(functools.partial(program, reference_attention))(*jax.tree.map(_widened, arrays))
+        _judged[key] = jax.tree.map(np.asarray, (oracle, plain))
     return _judged[key]
 
 
-def _judge(program, *arrays):
-    plain = jax.jit(functools.partial(program, plain_attention))(*arrays)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(_widened, arrays)
-        oracle = jax.jit(functools.partial(program, reference_attention))(*wide)
-        dense = jax.jit(functools.partial(program, plain_attention))(*wide)
-        # If the yardstick computed another function, its "error" would widen the bound: the two must be one in float64.
-        jax.tree.map(_assert_same_function, oracle, dense)
-        return jax.tree.map(np.asarray, oracle), jax.tree.map(np.asarray, plain)
+def _widened(array):
+    """Floating-point numbers as float64, anything else unchanged."""
+    return np.asarray(array, np.float64) if jnp.issubdtype(jnp.result_type(array), jnp.floating) else array
 
 
 def assert_accurate(actual, oracle, plain, *, derivative=False, name=""):
@@ -65,7 +68,7 @@ def assert_accurate(actual, oracle, plain, *, derivative=False, name=""):
     assert not np.isnan(r).any(), f"{name}: the oracle has NaN"
     assert not np.isnan(x).any(), f"{name}: NaN at {_first(np.isnan(x))}"
     for found, what in ((x, "the result"), (p, "plain attention")):
-        wrong = np.isinf(found) & (found != r) | np.isinf(r) & (found != r)
+        wrong = (np.isinf(found) | np.isinf(r)) & (found != r)
         assert not wrong.any(), f"{name}: {what} and the oracle differ in infinities at {_first(wrong)}"
     finite = np.isfinite(r)
     error = np.zeros_like(r)
@@ -83,13 +86,22 @@ def error_bound(oracle, plain, dtype, *, derivative):
     return factor * _largest(plain - oracle) + float(jnp.finfo(dtype).eps) * _largest(oracle)
 
 
-def _widened(array):
-    """Floating-point numbers as float64, anything else unchanged."""
-    return np.asarray(array, np.float64) if jnp.issubdtype(jnp.result_type(array), jnp.floating) else array
+def assert_same_in_float64(actual, expected):
+    """Raises AssertionError unless two float64 results are the same function's, summed in whatever order."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype == np.float64, f"dtypes {actual.dtype} and {expected.dtype}"
+    finite = expected[np.isfinite(expected)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11 * (1 + _largest(finite)))
 
 
-def _assert_same_function(oracle, dense):
-    np.testing.assert_allclose(dense, oracle, rtol=1e-9, atol=1e-9, err_msg="reference and plain attention differ")
+def assert_slope(gradient, function, arrays, argument, index):
+    """Raises AssertionError unless `gradient[index]` is the slope of a float64 `function(*arrays)` in that entry."""
+    step = np.zeros_like(arrays[argument])
+    step[index] = 1e-5
+    below, above = (
+        function(*(x + sign * step if n == argument else x for n, x in enumerate(arrays))) for sign in (-1, 1)
+    )
+    np.testing.assert_allclose(gradient[index], (above - below) / (2 * step[index]), rtol=1e-6, atol=1e-8)
 
 
 def _largest(x):

@@ -13,12 +13,16 @@ import numpy as np
 
 
 class Program:
-    """A function of an attention, and the options with which that attention is called."""
+    """A function of an attention, the options with which that attention is called, and which results are derivatives."""
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]):
-        """`function(attend, *arrays)` is given an `attend` that has the `options` already."""
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None, derivative: Any = False):
+        """`function(attend, *arrays)` is given an `attend` that has the `options` already.
+
+        `derivative` is True where a result is a gradient or a tangent: one bool, or a pytree prefix of the results.
+        """
         self.function = function
-        self.options = options
+        self.options = options or {}
+        self.derivative = derivative
 
     def __call__(self, attend, *arrays):
         """The results with this `attend`."""
@@ -41,17 +45,22 @@ def gradients(**options):
 
     A cotangent that is None means that this result is not used at all.
     """
-    return Program(_gradients, options)
+    return Program(_gradients, options, derivative=True)
+
+
+def values_and_gradients(**options):
+    """`program(attend, inputs, cotangents)`: what `forward` gives and what `gradients` gives."""
+    return Program(_values_and_gradients, options, derivative=(False, True))
 
 
 def tangents(**options):
     """`program(attend, inputs, input tangents)`: tangents of output and log-sum-exp."""
-    return Program(_tangents, options)
+    return Program(_tangents, options, derivative=True)
 
 
 def second_order(**options):
     """`program(attend, inputs, cotangents, directions)`: the derivative of the gradients along `directions`."""
-    return Program(_second_order, options)
+    return Program(_second_order, options, derivative=True)
 
 
 def _forward(attend, query, key, value):
@@ -68,6 +77,11 @@ def _gradients(attend, inputs, cotangents):
         return (None if dout is None else out), lse
 
     return jax.vjp(used, *inputs)[1]((dout, dlse))
+
+
+def _values_and_gradients(attend, inputs, cotangents):
+    values, pull = jax.vjp(functools.partial(_forward, attend), *inputs)
+    return values, pull(cotangents)
 
 
 def _tangents(attend, inputs, directions):
