@@ -1,0 +1,85 @@
+"""Everything that depends on JAX's version or on names that JAX does not promise to keep.
+
+No other file of flash_jax asks for a version or imports ``jax._src``; ``tests/test_compat.py`` checks each entry on every
+supported version.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import jax
+from jax import lax
+
+MINIMUM_JAX = (0, 10, 2)
+
+if jax.__version_info__ < MINIMUM_JAX:
+    raise ImportError(
+        f"flash_jax needs jax >= {'.'.join(map(str, MINIMUM_JAX))}; found jax {jax.__version__}. Run `pip install -U jax`."
+    )
+
+
+@contextlib.contextmanager
+def quiet_triton_lowering() -> Iterator[None]:
+    """Silences the deprecation warning that JAX 0.11 and later give each time that a Pallas-Triton kernel is lowered.
+
+    The README tells users of the deprecation; their logs need not repeat it at every compilation.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        yield
+
+
+def gpu_description() -> tuple[str, str | None]:
+    """(device name, compute capability such as "9.0" or None where unknown) of the GPU that is being lowered for.
+
+    The abstract mesh's device wins (cross-compilation); else the first CUDA device of this process; on a machine without
+    one (``jax.export``, ahead-of-time compilation) the capability is unknown.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and getattr(abstract, "platform", "cuda") in ("cuda", "gpu"):
+        return abstract.device_kind, _capability_of_kind(abstract.device_kind)
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return "an unknown NVIDIA GPU", None
+    return device.device_kind, str(device.compute_capability)
+
+
+# Names by which JAX's abstract devices call the GPUs that have another compute capability than their siblings.
+_CAPABILITY_BY_NAME = (
+    ("A100", "8.0"), ("A30", "8.0"), ("A10", "8.6"), ("A40", "8.6"), ("RTX 30", "8.6"), ("L4", "8.9"), ("RTX 40", "8.9"),
+    ("H100", "9.0"), ("H200", "9.0"), ("GH200", "9.0"), ("B200", "10.0"), ("GB200", "10.0"),
+    ("V100", "7.0"), ("T4", "7.5"), ("RTX 20", "7.5"), ("P100", "6.0"),
+)  # fmt: skip
+
+
+def _capability_of_kind(kind: str) -> str | None:
+    for device in jax.local_devices():
+        if device.device_kind == kind and hasattr(device, "compute_capability"):
+            return str(device.compute_capability)
+    return next((capability for name, capability in _CAPABILITY_BY_NAME if name in kind), None)
+
+
+def manual_axis_type(x: jax.typing.ArrayLike):
+    """How x varies over the manual axes of an enclosing ``shard_map`` (None where JAX does not say)."""
+    return jax.typeof(x).manual_axis_type
+
+
+def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """A ShapeDtypeStruct that varies over the same manual axes as `like`, as ``shard_map(check_vma=True)`` demands."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type(like))
+
+
+def vary_like(tree, *others):
+    """`tree` (say, zeros that start a loop) with its arrays marked as varying over the manual axes of any array in `others`."""
+    types = [manual_axis_type(x) for x in jax.tree.leaves(others)]
+    if not types or any(t is None for t in types):
+        return tree
+    union = frozenset().union(*(t.varying for t in types))
+
+    def mark(x):
+        missing = union - manual_axis_type(x).varying
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)

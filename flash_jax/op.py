@@ -1,0 +1,237 @@
+"""The primitives: `forward`, its linear `tangent`, and `backward`, the transpose of `tangent`.
+
+`forward` gives (out, lse). Its jvp binds `tangent`, whose transpose binds `backward`: so grad never runs the tangent pass, jvp
+has a fused one, and any nesting of the two works. `tangent` and `backward` take out and lse as independent inputs, so that
+their own derivatives are again sums over tiles; those run the differentiable code of xla/.
+
+Conventions. A primitive takes the leaves of (query, key, value, Operands) and then arrays of its own. Every array has the same
+number of leading (batch) dims, each of the full size or 1: vmap moves a mapped axis to the front and gives what is not mapped
+a size-1 dim, never a copy. Names of differentiable inputs are "query", "key", "value" and fields of Operands.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from flash_jax import compat, select, xla
+from flash_jax.spec import AttentionSpec, Operands
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of checked arguments, by whichever implementation `spec` and the platform choose; differentiable."""
+    primals = (q, k, v, operands)
+    leaves, tree = jax.tree.flatten(compat.vary_like(primals, primals))
+    return tuple(_forward_p.bind(*leaves, tree=tree, spec=spec))
+
+
+def _names(tree) -> list[str]:
+    """Name of each leaf of (query, key, value, Operands)."""
+    *_, operands = tree.unflatten(range(tree.num_leaves))
+    names = {index: name for name, index in vars(operands).items() if index is not None}
+    return ["query", "key", "value", *(names[i] for i in range(3, tree.num_leaves))]
+
+
+def _own_rank(name: str) -> int:
+    """Number of dims of an input besides the leading ones."""
+    return 3 if name in ("query", "key", "value") else 0
+
+
+def _lead(arrays_and_ranks) -> tuple[int, ...]:
+    """The leading dims that (array, own rank) pairs broadcast to."""
+    return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in arrays_and_ranks))
+
+
+def _primal_ranks(tree) -> list[int]:
+    return [_own_rank(name) for name in _names(tree)]
+
+
+# The three passes as functions of arrays: abstract evaluation, and what runs on a platform.
+
+
+def _forward_shapes(*leaves, tree, spec):
+    q, _, v = leaves[:3]
+    lead = _lead(zip(leaves, _primal_ranks(tree), strict=True))
+    T, H = q.shape[-3:-1]
+    stats = np.promote_types(q.dtype, np.float32)
+    return (
+        q.update(shape=(*lead, T, H, v.shape[-1]), weak_type=False),
+        q.update(shape=(*lead, H, T), dtype=stats, weak_type=False),
+    )
+
+
+def _tangent_shapes(*args, tree, names, spec):
+    n = tree.num_leaves
+    out, lse, *tangents = args[n:]
+    lead = _lead([(out, 3), (lse, 2), *zip(tangents, map(_own_rank, names), strict=True)])
+    return tuple(x.update(shape=lead + x.shape[x.ndim - rank :]) for x, rank in ((out, 3), (lse, 2)))
+
+
+def _backward_shapes(*args, tree, wanted, has_lse_ct, spec):
+    leaves = dict(zip(_names(tree), args[: tree.num_leaves], strict=True))
+    leads = _gradient_leads(args, tree, wanted)
+    return tuple(leaves[name].update(shape=leads[name] + _own_shape(leaves[name], name)) for name, _ in wanted)
+
+
+def _own_shape(x, name: str) -> tuple[int, ...]:
+    return x.shape[x.ndim - _own_rank(name) :]
+
+
+def _gradient_leads(args, tree, wanted) -> dict[str, tuple[int, ...]]:
+    """Leading dims of each wanted gradient: the full size where it keeps the dim, else 1 (summed over)."""
+    n = tree.num_leaves
+    ranks = [*_primal_ranks(tree), 3, 2, 3, 2]
+    lead = _lead(zip(args, ranks[: len(args)], strict=True))
+    return {name: tuple(m if keep else 1 for m, keep in zip(lead, keeps, strict=True)) for name, keeps in wanted}
+
+
+def _run_forward(*leaves, tree, spec, platform):
+    q, k, v, operands = tree.unflatten(leaves)
+    shapes = _forward_shapes(*map(jax.typeof, leaves), tree=tree, spec=spec)
+    if _empty(q, k, shapes[0]):
+        out, lse = (jnp.full(s.shape, fill, s.dtype) for s, fill in zip(shapes, (0, -jnp.inf), strict=True))
+        return compat.vary_like((out, lse), leaves)
+    return select.choose(spec, q, k, v, platform).forward(q, k, v, operands, spec)
+
+
+def _run_tangent(*args, tree, names, spec, platform):
+    n = tree.num_leaves
+    primals, (out, lse, *tangents) = tree.unflatten(args[:n]), args[n:]
+    shapes = _tangent_shapes(*map(jax.typeof, args), tree=tree, names=names, spec=spec)
+    if _empty(primals[0], primals[1], shapes[0]):
+        return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
+    implementation = xla if platform is None else select.choose(spec, *primals[:3], platform)
+    return implementation.tangent(primals, out, lse, dict(zip(names, tangents, strict=True)), spec)
+
+
+def _run_backward(*args, tree, wanted, has_lse_ct, spec, platform):
+    n = tree.num_leaves
+    primals, (out, lse, out_ct, *rest) = tree.unflatten(args[:n]), args[n:]
+    shapes = _backward_shapes(*map(jax.typeof, args), tree=tree, wanted=wanted, has_lse_ct=has_lse_ct, spec=spec)
+    if _empty(primals[0], primals[1], out_ct):
+        return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
+    implementation = xla if platform is None else select.choose(spec, *primals[:3], platform)
+    lse_ct = rest[0] if has_lse_ct else None
+    gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, tree, wanted), spec)
+    return tuple(gradients[name] for name, _ in wanted)
+
+
+def _empty(q, k, out) -> bool:
+    """Nothing to attend, or nothing that attends."""
+    return 0 in q.shape or 0 in k.shape or 0 in out.shape
+
+
+# Each pass as a primitive.
+
+
+def _primitive(name: str, shapes, run) -> Primitive:
+    """A primitive that lowers to `run(platform="cuda")` for NVIDIA GPUs and to `run(platform="other")` elsewhere."""
+    p = Primitive(name)
+    p.multiple_results = True
+    p.def_abstract_eval(shapes)
+
+    # Outside jit: one jitted function for each set of parameters, or every call would compile anew.
+    @functools.cache
+    def jitted(**params):
+        return jax.jit(lambda *args: p.bind(*args, **params))
+
+    p.def_impl(lambda *args, **params: jitted(**params)(*args))
+
+    # Inside, too: layers that make the same call share one traced and lowered function.
+    @functools.cache
+    def local(**params):
+        def f(*args):
+            return run(*args, **params)
+
+        f.__name__ = name
+        return jax.jit(f)
+
+    def lower(ctx, *args, platform, **params):
+        with compat.quiet_triton_lowering():
+            return mlir.lower_fun(local(platform=platform, **params), multiple_results=True)(ctx, *args)
+
+    mlir.register_lowering(p, functools.partial(lower, platform="other"))
+    mlir.register_lowering(p, functools.partial(lower, platform="cuda"), platform="cuda")
+    batching.primitive_batchers[p] = functools.partial(_batch, p)
+    return p
+
+
+def _batch(p, args, dims, **params):
+    """The mapped axis becomes one more leading dim; what is not mapped gets size 1 there."""
+    args = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    if "wanted" in params:  # each example's own gradient, also of an input that is not mapped; only a transpose sums
+        params["wanted"] = tuple((name, (True, *keeps)) for name, keeps in params["wanted"])
+    outs = p.bind(*args, **params)
+    return outs, (0,) * len(outs)
+
+
+_forward_p = _primitive("flash_attention_forward", _forward_shapes, _run_forward)
+_tangent_p = _primitive("flash_attention_tangent", _tangent_shapes, _run_tangent)
+_backward_p = _primitive("flash_attention_backward", _backward_shapes, _run_backward)
+
+
+# Derivatives.
+
+
+def _forward_jvp(primals, tangents, *, tree, spec):
+    # Named here, on the values that both the caller and the tangent (so the backward pass) use: a checkpoint policy that
+    # saves the names then saves running forward again.
+    out, lse = _forward_p.bind(*primals, tree=tree, spec=spec)
+    out, lse = checkpoint_name(out, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
+    live = [(name, t) for name, t in zip(_names(tree), tangents, strict=True) if type(t) is not ad.Zero]
+    if not live:
+        return (out, lse), (ad.Zero.from_primal_value(out), ad.Zero.from_primal_value(lse))
+    names, values = zip(*live, strict=True)
+    return (out, lse), _tangent_p.bind(*primals, out, lse, *values, tree=tree, names=names, spec=spec)
+
+
+def _tangent_transpose(cts, *args, tree, names, spec):
+    n = tree.num_leaves
+    out_ct, lse_ct = cts
+    primals, (out, lse, *linear) = args[:n], args[n:]
+    avals = [x.aval if ad.is_undefined_primal(x) else None for x in linear]
+    lead = _lead([(out, 3), (out_ct if type(out_ct) is not ad.Zero else out_ct.aval, 3)])
+    wanted = tuple(
+        (name, tuple(m == full for m, full in zip(aval.shape[: len(lead)], lead, strict=True)))
+        for name, aval in zip(names, avals, strict=True)
+        if aval is not None
+    )
+    has_lse_ct = type(lse_ct) is not ad.Zero
+    more = (lse_ct,) if has_lse_ct else ()
+    gradients = iter(
+        _backward_p.bind(
+            *primals, out, lse, ad.instantiate_zeros(out_ct), *more,
+            tree=tree, wanted=wanted, has_lse_ct=has_lse_ct, spec=spec,
+        )
+    )  # fmt: skip
+    return (None,) * (n + 2) + tuple(None if aval is None else next(gradients) for aval in avals)
+
+
+def _jvp_through_xla(p, run):
+    """A jvp rule that takes the value from `p` and differentiates `run` of xla/ for the tangent."""
+
+    def rule(primals, tangents, **params):
+        active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+        def f(*values):
+            args = list(primals)
+            for i, value in zip(active, values, strict=True):
+                args[i] = value
+            return run(*args, platform=None, **params)
+
+        _, outs_dot = jax.jvp(f, tuple(primals[i] for i in active), tuple(tangents[i] for i in active))
+        return p.bind(*primals, **params), outs_dot
+
+    return rule
+
+
+ad.primitive_jvps[_forward_p] = _forward_jvp
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+ad.primitive_jvps[_tangent_p] = _jvp_through_xla(_tangent_p, _run_tangent)
+ad.primitive_jvps[_backward_p] = _jvp_through_xla(_backward_p, _run_backward)

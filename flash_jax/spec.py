@@ -1,0 +1,123 @@
+"""What a call asks for: the static choices (`AttentionSpec`) and the arrays that ride along (`Operands`)."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+Band = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Tile sizes and launch parameters of the GPU kernels; a field left at None comes from the built-in table.
+
+    Args:
+      block_q: rows of queries that one tile holds; a power of two, at least 16.
+      block_kv: keys and values that one tile holds; a power of two, at least 16.
+      num_warps: warps (of 32 threads) that work on one tile: 1, 2, 4, 8 or 16.
+      num_stages: depth of the software pipeline that loads tiles ahead; at least 1.
+      dq: sizes for the pass that computes query gradients; None means the table's.
+      dkv: sizes for the pass that computes key and value gradients; None means the table's.
+
+    The four numbers hold for the forward pass, and for both backward passes where `dq` and `dkv` are None. `xla` reads
+    `block_q` and `block_kv` only, where any positive size is right. Raises ValueError where a number is not one of the above.
+
+    Example:
+      >>> BlockSizes(block_q=64, block_kv=64, dkv=BlockSizes(block_q=32, block_kv=64, num_warps=8))
+      BlockSizes(block_q=64, block_kv=64, num_warps=None, num_stages=None, dq=None, dkv=BlockSizes(block_q=32, \
+block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
+    """
+
+    block_q: int | None = None
+    block_kv: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    dq: "BlockSizes | None" = None
+    dkv: "BlockSizes | None" = None
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv", "num_warps", "num_stages"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`BlockSizes.{name}` must be a positive int or None; got {value!r}.")
+        for name in ("dq", "dkv"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, BlockSizes):
+                raise TypeError(f"`BlockSizes.{name}` must be a BlockSizes or None; got {type(value).__name__}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Every static choice of a call, hashable, the one static parameter of the primitives.
+
+    `scale`, `q_offset`, `q_length` and `kv_length` are None where the value is an array in `Operands`; for `q_offset` None
+    in both places means the default, kv length minus query length. `precision` is one of "ieee", "x3" and "tf32": how
+    float32 operands are multiplied.
+    """
+
+    scale: float | None = None
+    causal: bool = False
+    window: Band | None = None
+    q_offset: int | None = None
+    q_length: int | None = None
+    kv_length: int | None = None
+    precision: str = "x3"
+    implementation: str | None = None
+    block_sizes: BlockSizes | None = None
+    interpret: bool = False
+
+    @property
+    def band(self) -> Band:
+        """(left, right): key j is in sight of query i iff -left <= pos(j) - pos(i) <= right; causal is right = 0."""
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The optional arrays of a call, None where absent.
+
+    Each has the rank of the batch shape, its dims either of the batch's size or 1: one number for each example.
+    `scale` is float32 (float64 for float64 inputs) and differentiable, the others are int32.
+    """
+
+    scale: jax.Array | None = None
+    q_offset: jax.Array | None = None
+    q_lengths: jax.Array | None = None
+    kv_lengths: jax.Array | None = None
+
+
+_interpret = contextvars.ContextVar("flash_jax_interpret", default=False)
+
+
+@contextlib.contextmanager
+def interpret_mode() -> Iterator[None]:
+    """Within this context, calls that name a GPU implementation run it in Pallas interpret mode, on any platform.
+
+    Meant for tests on machines without a GPU: the kernel's own code runs, slowly, as XLA operations. The mode is read when
+    a call is traced and stays with what was traced, so a function that was jitted inside keeps it, and one that was already
+    traced outside is not affected.
+
+    Example:
+      >>> import jax.numpy as jnp, flash_jax
+      >>> x = jnp.ones((1, 8, 2, 16))
+      >>> with flash_jax.interpret_mode():
+      ...     flash_jax.flash_attention(x, x, x, implementation="triton").shape
+      (1, 8, 2, 16)
+    """
+    token = _interpret.set(True)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether `interpret_mode` is in force here."""
+    return _interpret.get()

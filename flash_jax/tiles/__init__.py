@@ -1,0 +1,1 @@
+"""The mathematics of one tile, shared by every blockwise implementation; plain jax.numpy, no Pallas."""

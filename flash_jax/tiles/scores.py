@@ -1,0 +1,51 @@
+"""The score of a tile, in the units in which the softmax works.
+
+Online softmax takes `raw` scores and a `multiplier` >= 0 such that raw * multiplier is the score in base 2, and evaluates
+exp2((raw - max) * multiplier). Subtracting before multiplying keeps the largest entry of a row at exactly exp2(0), however
+large the scores: with the product first, a compiler may fuse multiply and subtract, so that the score and the row's maximum
+round differently and a score of 1e11 overflows.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flash_jax.spec import AttentionSpec, Operands
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+# In place of a scale of 0, so that a masked raw score of -inf stays -inf when multiplied. exp2 of anything times it is 1.
+_TINY = 1e-37
+
+
+class Scale(NamedTuple):
+    """A scale split for the softmax: raw = sign * (q . k), score in base 2 = raw * multiplier."""
+
+    value: float | jax.Array  # the scale itself, for derivatives
+    sign: float | jax.Array
+    multiplier: float | jax.Array
+
+
+def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
+    """The scale of `spec` (a float) or of `operands` (an array, or a scalar read from a kernel's ref)."""
+    scale = spec.scale
+    if operands.scale is None:
+        return Scale(scale, math.copysign(1.0, scale), max(abs(scale) * LOG2_E, _TINY))
+    scale = operands.scale
+    return Scale(scale, jnp.where(scale < 0, -1, 1).astype(scale.dtype), jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
+
+
+def probability(product: jax.Array, lse: jax.Array, scale: Scale, allowed: jax.Array | None) -> jax.Array:
+    """p = exp(scale * product - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
+
+    Args:
+      product: [..., block_q, block_kv] (or transposed), q . k without the scale.
+      lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
+      scale: of the call.
+      allowed: bool like `product`; None where every entry is allowed.
+    """
+    score = product * (scale.value * LOG2_E) - lse * LOG2_E
+    return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))

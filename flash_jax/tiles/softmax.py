@@ -1,0 +1,64 @@
+"""Online softmax: one step over a tile of scores, the finish of a row, and what the backward pass needs of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from flash_jax.tiles.scores import LN_2
+
+
+def step(
+    raw: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: ArrayLike, *, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One tile of the recurrence (FlashAttention-2, algorithm 1, lines 8-10, with the division left to `finish`).
+
+    Args:
+      raw: [..., block_q, block_kv] raw scores (see tiles/scores.py), -inf where masked.
+      row_max, row_sum: [..., block_q] of the tiles so far: largest raw score, and sum of the probabilities relative to it.
+      multiplier: raw * multiplier is the score in base 2; broadcasts against `raw`.
+      masked: whether a row may so far be without keys, so that its maximum is -inf.
+
+    Returns:
+      p [..., block_q, block_kv], the factor [..., block_q] by which earlier sums shrink, and the new row_max and row_sum.
+    """
+    new_max = jnp.maximum(row_max, raw.max(axis=-1))
+    # A row without keys so far: measured from 0 instead, exp2(-inf - 0) is the 0 that it should be, and not NaN.
+    base = jnp.where(new_max == -jnp.inf, 0, new_max) if masked else new_max
+    row_multiplier = multiplier[..., 0] if jnp.ndim(multiplier) else multiplier
+    shrink = jnp.exp2((row_max - base) * row_multiplier)
+    p = jnp.exp2((raw - base[..., None]) * multiplier)
+    return p, shrink, new_max, row_sum * shrink + p.sum(axis=-1)
+
+
+def finish(
+    accumulator: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: ArrayLike, alive: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(out [..., block_q, Dv], lse [..., block_q]) of rows whose tiles are all seen; dead rows give 0 and -inf.
+
+    `alive` [..., block_q] is False for rows that attend nothing whatever their sums say (those past the query length).
+    """
+    alive &= row_sum > 0
+    safe_sum = jnp.where(alive, row_sum, 1)
+    row_multiplier = multiplier[..., 0] if jnp.ndim(multiplier) else multiplier
+    lse = row_max * (row_multiplier * LN_2) + jnp.log(safe_sum)
+    out = accumulator / safe_sum[..., None]
+    return jnp.where(alive[..., None], out, 0), jnp.where(alive, lse, -jnp.inf)
+
+
+def delta(out: jax.Array, out_ct: jax.Array, lse: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
+    """[..., H, T]: what each row subtracts from dp, so that ds = p * (dp - delta); 0 on dead rows.
+
+    The row's sum of out * out_ct (FlashAttention-2, algorithm 2, line 4), less the cotangent of lse, since
+    d lse_i / d s_ij = p_ij.
+    """
+    dtype = np.promote_types(out.dtype, np.float32)
+    total = jnp.einsum("...thd,...thd->...ht", out.astype(dtype), out_ct.astype(dtype), precision="highest")
+    if lse_ct is not None:
+        total -= lse_ct
+    return jnp.where(lse == -jnp.inf, 0, total)
+
+
+def dead_to_inf(lse: jax.Array) -> jax.Array:
+    """lse with +inf on dead rows, so that exp(s - lse) is 0 there and not NaN."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse)

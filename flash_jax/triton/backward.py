@@ -1,0 +1,229 @@
+"""Backward kernels: one for query gradients, one for key and value gradients. No atomics, so the same bits on every run."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import masks, scores, softmax
+from flash_jax.triton.forward import flat_output, q_tile
+from flash_jax.triton.launch import Shape, dot, flat, launch, load, output, over_tiles, read, store
+from flash_jax.triton.tiling import tile_for
+from flash_jax.xla.loop import sum_to
+
+
+class Residuals(NamedTuple):
+    """Arrays (or refs, or specs) that both kernels read: out_ct [..., T, H, Dv], lse and delta [..., H, T]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out_ct: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, spec, tile, shape):
+    """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
+
+    One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
+    `dscale_ref` (None where not wanted) takes each row's sum of dS * (Q K^T), of which the scale's gradient is the total.
+    """
+    operands = read(operands)
+    geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
+    scale = scores.split_scale(spec, operands)
+    row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
+    rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
+    inside = None if shape.T % tile.block_q == 0 else rows < shape.T
+    q, out_ct = load(refs.q, inside, shape.D), load(refs.out_ct, inside, shape.Dv)  # [block_q, D], [block_q, Dv]
+    lse, delta = softmax.dead_to_inf(load(refs.lse, inside)), load(refs.delta, inside)  # [block_q]
+
+    def body(j, carry, masked):
+        dq, dscale = carry
+        col = j * tile.block_kv
+        cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
+        keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
+        k = load(refs.k.at[pl.ds(col, tile.block_kv), :], keep, shape.D)
+        v = load(refs.v.at[pl.ds(col, tile.block_kv), :], keep, shape.Dv)
+        qk = dot(q, k, spec, trans_b=True)  # [block_q, block_kv]
+        allowed = masks.allowed(rows[:, None], cols[None, :], geometry, spec) if masked else None
+        p = scores.probability(qk, lse[:, None], scale, allowed)
+        ds = p * (dot(out_ct, v, spec, trans_b=True) - delta[:, None])
+        if dscale_ref is not None:
+            dscale += (ds * qk).sum(axis=1)
+        return dq + dot(ds.astype(k.dtype), k, spec), dscale
+
+    carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros((tile.block_q,), jnp.float32)
+    seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
+    dq, dscale = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
+    alive = (lse < jnp.inf) & (rows < geometry.q_length)
+    store(dq_ref, jnp.where(alive[:, None], dq * scale.value, 0), inside, shape.D)
+    if dscale_ref is not None:
+        store(dscale_ref, jnp.where(alive, dscale, 0), inside)
+
+
+def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spec, tile, shape):
+    """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i (algorithm 2, lines 11-16), over all rows and query heads.
+
+    One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles stream
+    past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K, examples).
+    """
+    operands = read(operands)
+    geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
+    scale = scores.split_scale(spec, operands)
+    col = pl.program_id(0) * tile.block_kv
+    cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
+    inside = None if geometry.all_cols and shape.S % tile.block_kv == 0 else cols < geometry.kv_length
+    k, v = load(refs.k, inside, shape.D), load(refs.v, inside, shape.Dv)  # [block_kv, D], [block_kv, Dv]
+
+    def body(i, carry, head, masked):
+        dk, dv = carry
+        row = i * tile.block_q
+        rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
+        keep = masks.attending_rows(rows, col, tile.block_kv, geometry, spec) if masked else None
+        here = pl.ds(row, tile.block_q)
+        q = load(refs.q.at[here, head, :], keep, shape.D)
+        out_ct = load(refs.out_ct.at[here, head, :], keep, shape.Dv)
+        lse, delta = load(refs.lse.at[head, here], keep), load(refs.delta.at[head, here], keep)
+        qk = dot(k, q, spec, trans_b=True)  # [block_kv, block_q]
+        allowed = masks.allowed(rows[None, :], cols[:, None], geometry, spec) if masked else None
+        p = scores.probability(qk, lse[None, :], scale, allowed)
+        dv += dot(p.astype(out_ct.dtype), out_ct, spec)
+        ds = p * (dot(v, out_ct, spec, trans_b=True) - delta[None, :])
+        return dk + dot(ds.astype(q.dtype), q, spec), dv
+
+    seen = masks.q_range(col, tile.block_q, tile.block_kv, geometry, spec)
+
+    def one_head(head, carry):
+        return over_tiles(seen, functools.partial(body, head=head), carry, whole=shape.T >= tile.block_q)
+
+    carry = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dk, dv = one_head(0, carry) if shape.groups == 1 else lax.fori_loop(0, shape.groups, one_head, carry)
+    dk *= scale.value
+    if inside is not None:  # keys past the length have the dead gradient 0, also where a full tile computed something
+        dk, dv = jnp.where(inside[:, None], dk, 0), jnp.where(inside[:, None], dv, 0)
+    within = None if shape.S % tile.block_kv == 0 else cols < shape.S
+    store(dk_ref, dk, within, shape.D)
+    store(dv_ref, dv, within, shape.Dv)
+
+
+def backward(
+    primals: tuple[jax.Array, jax.Array, jax.Array, Operands],
+    out: jax.Array,
+    lse: jax.Array,
+    out_ct: jax.Array,
+    lse_ct: jax.Array | None,
+    leads: dict[str, tuple[int, ...]],
+    spec: AttentionSpec,
+) -> dict[str, jax.Array]:
+    """Gradients of the inputs named in `leads`, each with the leading dims given there; launches only what they need."""
+    q, k, v, operands = primals
+    delta = softmax.delta(out, out_ct, lse, lse_ct)
+    residuals = Residuals(q, k, v, out_ct.astype(q.dtype), lse, delta)
+    arrays = zip(residuals, (3, 3, 3, 3, 2, 2), strict=True)
+    lead = np.broadcast_shapes(
+        *(x.shape[: x.ndim - rank] for x, rank in arrays), *(x.shape for x in jax.tree.leaves(operands))
+    )
+    gradients = {}
+    if "query" in leads or "scale" in leads:
+        gradients |= _query_gradients(residuals, operands, lead, leads, spec)
+    if "key" in leads or "value" in leads:
+        gradients |= _key_value_gradients(residuals, operands, lead, leads, spec)
+    dtypes = {"query": q.dtype, "key": k.dtype, "value": v.dtype, "scale": jnp.float32}
+    return {
+        name: sum_to(gradients[name], own + gradients[name].shape[len(own) :]).astype(dtypes[name])
+        for name, own in leads.items()
+    }
+
+
+def _query_gradients(residuals, operands, lead, leads, spec) -> dict[str, jax.Array]:
+    """{"query": ..., and "scale" where wanted} with all leading dims."""
+    shape = Shape.of(residuals.q, residuals.k, residuals.v, lead)
+    tile = tile_for("dq", spec, residuals.q, residuals.k, residuals.v)
+
+    def place(i, h):
+        return q_tile(i, shape, tile, spec), h
+
+    def whole(i, h):
+        return 0, h // shape.groups
+
+    dq = _gradient(lead, residuals.q, leads.get("query"))
+    dscale = output((*lead, shape.H, shape.T), jnp.float32, residuals.q) if "scale" in leads else None
+    specs = Residuals(
+        shape.rows(residuals.q, tile.block_q, None, place),
+        shape.rows(residuals.k, None, None, whole),
+        shape.rows(residuals.v, None, None, whole),
+        shape.rows(residuals.out_ct, tile.block_q, None, place),
+        shape.stats(residuals.lse, tile.block_q, None, place),
+        shape.stats(residuals.delta, tile.block_q, None, place),
+    )
+    call = launch(
+        functools.partial(flash_attention_dq_kernel, spec=spec, tile=tile, shape=shape),
+        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        (
+            (shape.scalars(operands), specs),
+            (
+                shape.rows(dq, tile.block_q, None, place),
+                None if dscale is None else shape.stats(dscale, tile.block_q, None, place),
+            ),
+        ),
+        (flat_output(dq, 3), None if dscale is None else flat_output(dscale, 2)),
+        tile,
+        spec,
+    )
+    dq_flat, dscale_flat = call(*_flattened(operands, residuals))
+    found = {"query": dq_flat.reshape(dq.shape)}
+    if dscale is not None:
+        found["scale"] = dscale_flat.reshape(dscale.shape).sum((-1, -2))
+    return found
+
+
+def _key_value_gradients(residuals, operands, lead, leads, spec) -> dict[str, jax.Array]:
+    """{"key": ..., "value": ...} with all leading dims."""
+    shape = Shape.of(residuals.q, residuals.k, residuals.v, lead)
+    tile = tile_for("dkv", spec, residuals.q, residuals.k, residuals.v)
+
+    def place(j, h):
+        return j, h
+
+    def whole(j, h):
+        return 0, h  # the h-th block of `groups` query heads
+
+    dk, dv = _gradient(lead, residuals.k, leads.get("key")), _gradient(lead, residuals.v, leads.get("value"))
+    specs = Residuals(
+        shape.rows(residuals.q, None, shape.groups, whole),
+        shape.rows(residuals.k, tile.block_kv, None, place),
+        shape.rows(residuals.v, tile.block_kv, None, place),
+        shape.rows(residuals.out_ct, None, shape.groups, whole),
+        shape.stats(residuals.lse, None, shape.groups, whole),
+        shape.stats(residuals.delta, None, shape.groups, whole),
+    )
+    call = launch(
+        functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
+        (pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples),
+        (
+            (shape.scalars(operands), specs),
+            (shape.rows(dk, tile.block_kv, None, place), shape.rows(dv, tile.block_kv, None, place)),
+        ),
+        (flat_output(dk, 3), flat_output(dv, 3)),
+        tile,
+        spec,
+    )
+    dk_flat, dv_flat = call(*_flattened(operands, residuals))
+    return {"key": dk_flat.reshape(dk.shape), "value": dv_flat.reshape(dv.shape)}
+
+
+def _gradient(lead: tuple[int, ...], x: jax.Array, own: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
+    """The gradient of x with leading dims `lead`: float32 where it is summed over some of them afterwards."""
+    dtype = x.dtype if own is None or own == lead else jnp.float32
+    return output((*lead, *x.shape[-3:]), dtype, x)
+
+
+def _flattened(operands: Operands, residuals: Residuals):
+    flat_residuals = Residuals(*(flat(x, 3) for x in residuals[:4]), *(flat(x, 2) for x in residuals[4:]))
+    return jax.tree.map(lambda x: flat(x, 0), operands), flat_residuals

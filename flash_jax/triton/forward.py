@@ -1,0 +1,109 @@
+"""Forward kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import masks, scores, softmax
+from flash_jax.triton.launch import Shape, dot, flat, launch, load, output, over_tiles, read, store
+from flash_jax.triton.tiling import Tile, tile_for
+
+
+def flash_attention_forward_kernel(operands, q_ref, k_ref, v_ref, out_ref, lse_ref, *, spec, tile, shape):
+    """O = softmax(scale Q K^T) V and L = log-sum-exp of the scores (Dao, "FlashAttention-2", 2023, algorithm 1).
+
+    One program computes block_q rows of one head of one example. Q_i, the accumulator of O_i and the running maximum m and sum
+    l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T,
+        m' = max(m, rowmax S),  P = exp(S - m'),  l = exp(m - m') l + rowsum P,  O = exp(m - m') O + P V_j,
+    and O is divided by l once, at the end. Grid: (query tiles, H, examples). Tiles that need a mask run before those that do
+    not; tiles with nothing visible are not visited.
+    """
+    operands = read(operands)
+    geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
+    scale = scores.split_scale(spec, operands)
+    row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
+    rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
+    inside = None if shape.T % tile.block_q == 0 else rows < shape.T
+    q = load(q_ref, inside, shape.D)  # [block_q, D]
+    if operands.scale is not None:
+        q = q * scale.sign.astype(q.dtype)
+    elif scale.sign < 0:
+        q = -q
+
+    def body(j, carry, masked):
+        accumulator, row_max, row_sum = carry
+        col = j * tile.block_kv
+        cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
+        keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
+        k = load(k_ref.at[pl.ds(col, tile.block_kv), :], keep, shape.D)
+        raw = dot(q, k, spec, trans_b=True)  # [block_q, block_kv]
+        if masked:
+            raw = jnp.where(masks.allowed(rows[:, None], cols[None, :], geometry, spec), raw, -jnp.inf)
+        p, shrink, row_max, row_sum = softmax.step(raw, row_max, row_sum, scale.multiplier, masked=masked)
+        v = load(v_ref.at[pl.ds(col, tile.block_kv), :], keep, shape.Dv)
+        accumulator = accumulator * shrink[:, None] + dot(p.astype(v.dtype), v, spec)  # [block_q, Dv]
+        return accumulator, row_max, row_sum
+
+    carry = (
+        jnp.zeros((tile.block_q, out_ref.shape[-1]), jnp.float32),
+        jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
+        jnp.zeros((tile.block_q,), jnp.float32),
+    )
+    seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
+    carry = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
+    out, lse = softmax.finish(*carry, scale.multiplier, rows < geometry.q_length)
+    store(out_ref, out, inside, shape.Dv)
+    store(lse_ref, lse, inside)
+
+
+def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):
+    """The query tile of a program: the heaviest first (a later row sees more keys), so that the last to finish are light."""
+    last = pl.cdiv(shape.T, tile.block_q) - 1
+    return program if spec.band[1] is None else last - program
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """out [..., T, H, Dv] in query's dtype and lse [..., H, T] float32."""
+    arrays = (q, k, v)
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *(x.shape for x in jax.tree.leaves(operands)))
+    shape = Shape.of(q, k, v, lead)
+    tile = tile_for("forward", spec, q, k, v)
+
+    def place(i, h):
+        return q_tile(i, shape, tile, spec), h
+
+    def whole(i, h):
+        return 0, h // shape.groups
+
+    out = output((*lead, shape.T, shape.H, shape.Dv), q.dtype, q)
+    lse = output((*lead, shape.H, shape.T), jnp.float32, q)
+    call = launch(
+        functools.partial(flash_attention_forward_kernel, spec=spec, tile=tile, shape=shape),
+        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        (
+            (
+                shape.scalars(operands),
+                shape.rows(q, tile.block_q, None, place),
+                shape.rows(k, None, None, whole),
+                shape.rows(v, None, None, whole),
+            ),
+            (shape.rows(out, tile.block_q, None, place), shape.stats(lse, tile.block_q, None, place)),
+        ),
+        (flat_output(out, 3), flat_output(lse, 2)),
+        tile,
+        spec,
+    )
+    out_flat, lse_flat = call(jax.tree.map(lambda x: flat(x, 0), operands), *(flat(x, 3) for x in arrays))
+    return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)
+
+
+def flat_output(x: jax.ShapeDtypeStruct, rank: int) -> jax.ShapeDtypeStruct:
+    """The struct with its leading dims flattened into one."""
+    n = int(np.prod(x.shape[: len(x.shape) - rank], dtype=np.int64))
+    return output((n, *x.shape[len(x.shape) - rank :]), x.dtype, x)

@@ -1,0 +1,197 @@
+"""What the kernels share: how arrays are cut into blocks for a grid of programs, ragged loads and stores, products, loops."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from flash_jax import compat
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles.masks import Int, TileRange
+from flash_jax.triton.tiling import Tile, padded
+
+_PRECISION = {
+    "ieee": lax.Precision.HIGHEST,
+    "x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of one call, and the block specs that follow from them; the grid is (tiles, heads, examples).
+
+    `lead` are the full leading dims, flattened into examples; an operand whose own leading dims are of size 1 in places is
+    read in place by index, not copied.
+    """
+
+    lead: tuple[int, ...]
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, lead: tuple[int, ...]) -> "Shape":
+        """The sizes of query [..., T, H, D], key [..., S, K, D] and value [..., S, K, Dv]."""
+        T, H, D = q.shape[-3:]
+        S, K, Dv = v.shape[-3:]
+        return cls(lead, T, S, H, K, D, Dv)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.H // self.K
+
+    @property
+    def examples(self) -> int:
+        """Product of the leading dims."""
+        return _product(self.lead)
+
+    def example(self, own: tuple[int, ...]) -> Callable[[Int], Int]:
+        """Maps an example of the grid to the index of its data in an operand whose leading dims are `own`, flattened."""
+        if own == self.lead:
+            return lambda b: b
+        if _product(own) == 1:
+            return lambda b: 0
+
+        def index(b):
+            own_index, stride = 0, 1
+            for full, mine in zip(reversed(self.lead), reversed(own), strict=True):
+                here, b = lax.rem(b, full), lax.div(b, full)
+                if mine != 1:
+                    own_index, stride = own_index + here * stride, stride * mine
+            return own_index
+
+        return index
+
+    def rows(self, x: jax.Array, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
+        """Spec for x [..., length, heads, dim]: `rows` of them (None: all) of one head (or of `heads`).
+
+        `place(tile, head)` gives the indices of the row block and the head (or head block) from the grid's first two.
+        """
+        example = self.example(x.shape[:-3])
+
+        def index_map(tile, head, b):
+            row, head = place(tile, head)
+            return example(b), row, head, 0
+
+        return pl.BlockSpec((None, rows or x.shape[-3], heads, padded(x.shape[-1])), index_map)
+
+    def stats(self, x: jax.Array, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
+        """Spec for x [..., H, T], as `rows` does for arrays with a head dim."""
+        example = self.example(x.shape[:-2])
+
+        def index_map(tile, head, b):
+            row, head = place(tile, head)
+            return example(b), head, row
+
+        return pl.BlockSpec((None, heads, rows or x.shape[-1]), index_map)
+
+    def scalars(self, operands: Operands) -> Operands:
+        """Specs for the per-example numbers: a kernel sees one scalar of each."""
+
+        def spec(x):
+            example = self.example(x.shape)
+            return pl.BlockSpec((None,), lambda tile, head, b: (example(b),))
+
+        return jax.tree.map(spec, operands)
+
+
+def flat(x: jax.Array, rank: int) -> jax.Array:
+    """x with its leading dims flattened into one; `rank` dims stay."""
+    return x.reshape(-1, *x.shape[x.ndim - rank :])
+
+
+def read(operands: Operands) -> Operands:
+    """The scalars behind a kernel's operand refs."""
+    return jax.tree.map(lambda ref: ref[...], operands)
+
+
+def load(ref: Any, rows: jax.Array | None = None, width: int | None = None) -> jax.Array:
+    """The block of a ref [n, columns] (or [n]), 0 where `rows` [n] is False and in columns from `width` on.
+
+    What is not kept is not read: it may lie outside the array, or hold NaN.
+    """
+    mask = _mask(ref.shape, rows, width)
+    return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
+
+
+def store(ref: Any, x: jax.Array, rows: jax.Array | None = None, width: int | None = None) -> None:
+    """Writes x to a ref of its shape, where `rows` [n] is True and in columns before `width`."""
+    plgpu.store(ref, x.astype(ref.dtype), mask=_mask(ref.shape, rows, width))
+
+
+def _mask(shape, rows, width):
+    if len(shape) == 1:
+        return rows
+    columns = None
+    if width is not None and width != shape[1]:
+        columns = jnp.broadcast_to((jnp.arange(shape[1], dtype=jnp.int32) < width)[None, :], shape)
+    if rows is None:
+        return columns
+    rows = jnp.broadcast_to(rows[:, None], shape)
+    return rows if columns is None else rows & columns
+
+
+def dot(a: jax.Array, b: jax.Array, spec: AttentionSpec, *, trans_b: bool = False) -> jax.Array:
+    """a @ b (or a @ b^T), summed in float32; float32 operands at the precision that the call asks for."""
+    precision = _PRECISION[spec.precision] if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    if spec.interpret:  # CPUs have no TF32 algorithms
+        precision = lax.Precision.HIGHEST
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> Any:
+    """Runs `carry = body(tile, carry, masked=...)` over the tiles of a range, those that need a mask first.
+
+    `whole` is whether the array holds even one whole tile: if not, none can be read without a mask.
+    """
+    masked, full = functools.partial(body, masked=True), functools.partial(body, masked=False)
+    carry = _loop(seen.start, seen.full_start, masked, carry)
+    carry = _loop(seen.full_stop, seen.stop, masked, carry)
+    return _loop(seen.full_start, seen.full_stop, full, carry) if whole else carry
+
+
+def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
+    """fori_loop, but nothing at all where the bounds are static and leave nothing to do."""
+    if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+        return carry
+    return lax.fori_loop(start, stop, body, carry)
+
+
+def launch(
+    kernel: Callable, grid: tuple[int, int, int], specs: tuple[Any, Any], outputs: Any, tile: Tile, spec: AttentionSpec
+) -> Callable:
+    """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is."""
+    in_specs, out_specs = specs
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=outputs,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
+        interpret=spec.interpret,
+        name=kernel.func.__name__,
+    )
+
+
+def output(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+    """An output that varies over the manual axes of `like`."""
+    return compat.shape_like(shape, dtype, like)
+
+
+def _product(dims: tuple[int, ...]) -> int:
+    n = 1
+    for d in dims:
+        n *= d
+    return n

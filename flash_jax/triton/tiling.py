@@ -1,0 +1,130 @@
+"""Tile sizes and launch parameters: the table, the user's overrides, and whether they fit the GPU."""
+
+import dataclasses
+import math
+
+import jax
+
+from flash_jax import compat
+from flash_jax.spec import AttentionSpec, BlockSizes
+
+PASSES = ("forward", "dq", "dkv")
+_MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
+
+# Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical specifications).
+_SHARED_KIB = {"8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
+_SHARED_KIB_OTHER = 99  # 12.x, and what is not known yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What one program of a pass works on; see `BlockSizes` for the fields."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+# (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the registers and
+# spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the row of 64.
+_TABLE = {
+    ("forward", 64, 2): Tile(128, 64, 4, 3),
+    ("forward", 128, 2): Tile(128, 64, 4, 2),
+    ("forward", 256, 2): Tile(128, 64, 8, 2),
+    ("dq", 64, 2): Tile(64, 64, 4, 2),
+    ("dq", 128, 2): Tile(64, 64, 4, 2),
+    ("dq", 256, 2): Tile(64, 32, 4, 2),
+    ("dkv", 64, 2): Tile(64, 64, 4, 3),
+    ("dkv", 128, 2): Tile(64, 64, 4, 2),
+    ("dkv", 256, 2): Tile(32, 64, 8, 1),
+    ("forward", 64, 4): Tile(64, 32, 4, 2),
+    ("forward", 128, 4): Tile(64, 32, 8, 2),
+    ("forward", 256, 4): Tile(32, 32, 8, 1),
+    ("dq", 64, 4): Tile(32, 32, 4, 2),
+    ("dq", 128, 4): Tile(32, 32, 8, 2),
+    ("dq", 256, 4): Tile(16, 32, 8, 1),
+    ("dkv", 64, 4): Tile(32, 32, 4, 2),
+    ("dkv", 128, 4): Tile(32, 32, 8, 2),
+    ("dkv", 256, 4): Tile(16, 32, 8, 1),
+}
+
+
+def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> Tile:
+    """The tile of pass `name` ("forward", "dq" or "dkv"): the user's sizes where given, else the table's, cut to fit.
+
+    A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where sizes
+    that the user gave do not fit the GPU's shared memory.
+    """
+    widths = padded(q.shape[-1]), padded(v.shape[-1])
+    itemsize = q.dtype.itemsize
+    row = _TABLE[name, max(64, *widths), itemsize]
+    chosen = _overrides(spec.block_sizes, name)
+    tile = dataclasses.replace(row, **chosen)
+    if "block_q" not in chosen:
+        tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
+    if "block_kv" not in chosen:
+        tile = dataclasses.replace(tile, block_kv=min(tile.block_kv, padded(k.shape[-3])))
+    if spec.interpret:
+        return tile
+    device, capability = compat.gpu_description()
+    limit = _SHARED_KIB.get(capability or "9.0", _SHARED_KIB_OTHER) * 1024
+    needed = shared_bytes(name, tile, widths, itemsize)
+    if needed > limit and chosen:
+        smaller = _shrink(name, tile, widths, itemsize, limit)
+        raise ValueError(
+            f"`block_sizes` for the {name} pass needs about {needed / 1024:.0f} KiB of shared memory, and {device} has "
+            f"{limit // 1024} KiB; try block_q={smaller.block_q}, block_kv={smaller.block_kv}, "
+            f"num_stages={smaller.num_stages}."
+        )
+    return _shrink(name, tile, widths, itemsize, limit)
+
+
+def padded(n: int) -> int:
+    """n as Triton holds it: a power of two, at least 16."""
+    return max(_MIN_BLOCK, 1 << math.ceil(math.log2(n))) if n > 1 else _MIN_BLOCK
+
+
+def shared_bytes(name: str, tile: Tile, widths: tuple[int, int], itemsize: int) -> int:
+    """Bytes of shared memory that a pass keeps: the tiles that stay, and `num_stages` of those that stream past."""
+    D, Dv = widths
+    stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
+    staying = stay * (D if name == "forward" else D + Dv)
+    return (staying + tile.num_stages * stream * (D + Dv)) * itemsize
+
+
+def _shrink(name: str, tile: Tile, widths: tuple[int, int], itemsize: int, limit: int) -> Tile:
+    """The tile with fewer stages, then with smaller blocks, until it fits."""
+    while shared_bytes(name, tile, widths, itemsize) > limit:
+        if tile.num_stages > 1:
+            tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_kv >= tile.block_q and tile.block_kv > _MIN_BLOCK:
+            tile = dataclasses.replace(tile, block_kv=tile.block_kv // 2)
+        elif tile.block_q > _MIN_BLOCK:
+            tile = dataclasses.replace(tile, block_q=tile.block_q // 2)
+        else:
+            return tile
+    return tile
+
+
+def _overrides(sizes: BlockSizes | None, name: str) -> dict[str, int]:
+    """The fields that the user gave for pass `name`."""
+    if sizes is not None and name != "forward":
+        sizes = getattr(sizes, name) or sizes
+    if sizes is None:
+        return {}
+    return {f.name: value for f in dataclasses.fields(Tile) if (value := getattr(sizes, f.name)) is not None}
+
+
+def check_block_sizes(spec: AttentionSpec) -> None:
+    """Raises ValueError for sizes that no GPU takes: not a power of two, blocks under 16, more than 16 warps."""
+    for name in PASSES:
+        for field, value in _overrides(spec.block_sizes, name).items():
+            if field == "num_stages":
+                continue
+            low, high = (1, 16) if field == "num_warps" else (_MIN_BLOCK, math.inf)
+            if value & (value - 1) or not low <= value <= high:
+                bounds = "from 1 to 16" if field == "num_warps" else f"of at least {_MIN_BLOCK}"
+                raise ValueError(
+                    f"`block_sizes`: {field} of the {name} pass must be a power of two {bounds} for 'triton'; got {value}."
+                )

@@ -1,0 +1,169 @@
+"""Every error that a user's arguments can cause, one function per argument, raised while the call is traced."""
+
+import math
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from flash_jax.spec import Band, BlockSizes
+
+IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla", "reference")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three as arrays, after checking dtypes and shapes against `[..., T, H, D]`, `[..., S, K, D]`, `[..., S, K, Dv]`."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise TypeError(f"`{name}` must be a JAX or NumPy array; got {type(x).__name__}.")
+    _dtypes_agree(named)
+    q, k, v = (jnp.asarray(x) for x in named.values())
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3:
+            raise ValueError(f"`{name}` must have shape [..., length, heads, head_dim]; got {x.shape}.")
+    if q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "`query` [..., T, H, D], `key` [..., S, K, D] and `value` [..., S, K, Dv] must agree in batch dims, S, K and D; "
+            f"got {shapes}.{_swap_hint(q, k, v)}"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0 and heads > 0 or kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"The {heads} heads of `query` must be a multiple of the {kv_heads} heads of `key` and `value`; "
+            f"got {shapes}.{_swap_hint(q, k, v)}"
+        )
+    if q.shape[-1] == 0:
+        raise ValueError(f"The head dim of `query` and `key` must be at least 1; got {shapes}.")
+    return q, k, v
+
+
+def _dtypes_agree(named: dict[str, ArrayLike]) -> None:
+    dtypes = {name: jnp.result_type(x) for name, x in named.items()}
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if len(set(dtypes.values())) > 1:
+        raise TypeError(
+            f"`query`, `key` and `value` must have the same dtype; got {listed}. Cast them first, for example "
+            f"`key.astype({dtypes['query']})`."
+        )
+    if dtypes["query"].name not in _DTYPES:
+        raise TypeError(
+            f"`query`, `key` and `value` must be bfloat16, float16 or float32 (or float64 for 'xla' and 'reference'); "
+            f"got {listed}. Cast them first, for example `query.astype(jnp.bfloat16)`."
+        )
+
+
+def _swap_hint(*arrays: jax.Array) -> str:
+    """Says so if the shapes would agree with the length and heads dims swapped: the layout [batch, heads, length, dim]."""
+    q, k, v = (x.shape[:-3] + (x.shape[-2], x.shape[-3], x.shape[-1]) for x in arrays)
+    agree = q[:-3] == k[:-3] and k[:-1] == v[:-1] and q[-1] == k[-1] and k[-2] and q[-2] % k[-2] == 0
+    if not agree:
+        return ""
+    return " They would agree as [..., heads, length, head_dim]: swap the two dims with `jnp.swapaxes(x, -3, -2)`."
+
+
+def scale(value: float | ArrayLike | None, head_dim: int) -> float | jax.Array:
+    """The scale as a float where it is a Python or NumPy number, as a 0-d array where it is an array."""
+    if value is None:
+        return head_dim**-0.5
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if jnp.ndim(value) != 0:
+            raise ValueError(f"`scale` must be a number or a scalar array; got shape {jnp.shape(value)}.")
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating) and isinstance(value, jax.Array):
+            raise TypeError(f"`scale` must be a real number or a floating-point scalar; got dtype {value.dtype}.")
+        if isinstance(value, jax.Array):
+            return value
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.ndarray, np.generic)):
+        raise TypeError(f"`scale` must be a real number or a floating-point scalar; got {type(value).__name__}.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"`scale` must be finite; got {number}.")
+    return number
+
+
+def flag(name: str, value: bool) -> bool:
+    """A Python bool for the argument called `name`."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be True or False; got {type(value).__name__}.")
+    return bool(value)
+
+
+def window(value: Band | None) -> Band | None:
+    """A pair of non-negative ints or Nones; (None, None) is no window at all."""
+    if value is None:
+        return None
+    help_ = "Use None for an unbounded side."
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"`window` must be a pair of non-negative ints or None; got {value!r}. {help_}")
+    for side in value:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
+            raise TypeError(f"`window` must be a pair of non-negative ints or None; got {value!r}. {help_}")
+        if side is not None and side < 0:
+            raise ValueError(f"`window` must be a pair of non-negative ints or None; got {value!r}. {help_}")
+    left, right = (None if side is None else int(side) for side in value)
+    return None if left is None and right is None else (left, right)
+
+
+def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]) -> int | jax.Array | None:
+    """An int, or an int32 array with the batch's rank whose dims are the batch's or 1, for the argument called `name`."""
+    if value is None or isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        if value is not None and not -(2**31) <= value < 2**31:
+            raise ValueError(f"`{name}` must fit in 32 bits; got {value}.")
+        return None if value is None else int(value)
+    if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        got = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"`{name}` must be an int or an integer array; got {got}.")
+    shape = jnp.shape(value)
+    if len(shape) > len(batch) or any(n not in (1, b) for n, b in zip(shape[::-1], batch[::-1], strict=False)):
+        raise ValueError(f"`{name}` must be broadcastable to the batch shape {batch}; got shape {shape}.")
+    return jnp.reshape(value, (1,) * (len(batch) - len(shape)) + shape).astype(jnp.int32)
+
+
+def implementation(value: str | None) -> str | None:
+    """One of the names in the contract, or None."""
+    if value is not None and value not in IMPLEMENTATIONS:
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"`implementation` must be None or one of {names}; got {value!r}.")
+    return value
+
+
+def block_sizes(value: BlockSizes | None) -> BlockSizes | None:
+    """A BlockSizes or None."""
+    if value is not None and not isinstance(value, BlockSizes):
+        raise TypeError(f"`block_sizes` must be a flash_jax.BlockSizes or None; got {type(value).__name__}.")
+    return value
+
+
+# How float32 operands are multiplied, for each of JAX's precision values: a request is a floor, never undercut.
+# "ieee": IEEE float32 products; "x3": three TF32 products, float32 accuracy; "tf32": one TF32 product.
+_PRECISIONS = {
+    "highest": "ieee", "float32": "ieee", "F32_F32_F32": "ieee", "BF16_BF16_F32_X9": "ieee",
+    "high": "x3", "bfloat16_3x": "x3", "BF16_BF16_F32_X3": "x3", "BF16_BF16_F32_X6": "x3", "TF32_TF32_F32_X3": "x3",
+    "default": "tf32", "fastest": "tf32", "tensorfloat32": "tf32", "bfloat16": "tf32", "TF32_TF32_F32": "tf32",
+    "BF16_BF16_F32": "tf32",
+}  # fmt: skip
+
+
+def precision(value: object) -> str:
+    """`precision=`, or where it is None `jax.default_matmul_precision`, as "ieee", "x3" or "tf32"; "x3" where both are None."""
+    source = "`precision`"
+    if value is None:
+        value, source = jax.config.jax_default_matmul_precision, "`jax.default_matmul_precision`"
+    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    if value is None or value == "DEFAULT" or value is jax.lax.DotAlgorithmPreset.DEFAULT:
+        return "x3"
+    name = value.name if isinstance(value, jax.lax.DotAlgorithmPreset) else value
+    if isinstance(value, jax.lax.Precision):
+        name = value.name.lower()
+    if isinstance(name, str) and name in _PRECISIONS:
+        return _PRECISIONS[name]
+    known = ", ".join(map(repr, _PRECISIONS))
+    message = f"{source} must be None, a jax.lax.Precision or one of {known}; got {value!r}."
+    if isinstance(value, (str, jax.lax.DotAlgorithmPreset, tuple, list)):
+        raise ValueError(message)
+    raise TypeError(message)
