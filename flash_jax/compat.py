@@ -61,12 +61,12 @@ def _capability_of_kind(kind: str) -> str | None:
     return next((capability for name, capability in _CAPABILITY_BY_NAME if name in kind), None)
 
 
-def manual_axis_type(x: jax.typing.ArrayLike):
+def manual_axis_type(x: jax.Array | jax.ShapeDtypeStruct):
     """How x varies over the manual axes of an enclosing ``shard_map`` (None where JAX does not say)."""
-    return jax.typeof(x).manual_axis_type
+    return (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
 
 
-def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+def shape_like(shape: tuple[int, ...], dtype, like: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """A ShapeDtypeStruct that varies over the same manual axes as `like`, as ``shard_map(check_vma=True)`` demands."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual_axis_type(like))
 

@@ -1,7 +1,7 @@
 """Backward kernels: one for query gradients, one for key and value gradients. No atomics, so the same bits on every run."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ from flash_jax.xla.loop import sum_to
 class Residuals(NamedTuple):
     """Arrays (or refs, or specs) that both kernels read: out_ct [..., T, H, Dv], lse and delta [..., H, T]."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    out_ct: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    q: Any
+    k: Any
+    v: Any
+    out_ct: Any
+    lse: Any
+    delta: Any
 
 
 def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, spec, tile, shape):
@@ -103,7 +103,11 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
         return over_tiles(seen, functools.partial(body, head=head), carry, whole=shape.T >= tile.block_q)
 
     carry = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = one_head(0, carry) if shape.groups == 1 else lax.fori_loop(0, shape.groups, one_head, carry)
+    dk, dv = (
+        one_head(jnp.zeros((), jnp.int32), carry)
+        if shape.groups == 1
+        else lax.fori_loop(0, shape.groups, one_head, carry)
+    )
     dk *= scale.value
     if inside is not None:  # keys past the length have the dead gradient 0, also where a full tile computed something
         dk, dv = jnp.where(inside[:, None], dk, 0), jnp.where(inside[:, None], dv, 0)
