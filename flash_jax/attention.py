@@ -86,14 +86,16 @@ def flash_attention(
     q, k, v = validate.query_key_value(query, key, value)
     batch = q.shape[:-3]
     scale_ = validate.scale(scale, q.shape[-1])
-    offset = validate.per_example("q_offset", q_offset, batch)
+    causal_ = validate.flag("causal", causal)
+    window_ = validate.window(window)
+    offset = _bounded_offset(validate.per_example("q_offset", q_offset, batch), window_, q.shape[-3], k.shape[-3])
     q_len = validate.per_example("q_lengths", q_lengths, batch)
     kv_len = validate.per_example("kv_lengths", kv_lengths, batch)
     with_lse = validate.flag("return_lse", return_lse)
     spec = AttentionSpec(
         scale=_static(scale_),
-        causal=validate.flag("causal", causal),
-        window=validate.window(window),
+        causal=causal_,
+        window=window_,
         q_offset=_static(offset),
         q_length=_static(q_len, q.shape[-3]),
         kv_length=_static(kv_len, k.shape[-3]),
@@ -125,6 +127,15 @@ def _dynamic(x, upper=None):
     if not isinstance(x, jax.Array):
         return None
     return x if upper is None else jnp.clip(x, 0, upper)
+
+
+def _bounded_offset(offset, window, T, S):
+    """The offset, cut where no query sees a key any more (or each sees all): further out nothing changes but the risk of overflow."""
+    if offset is None:
+        return None
+    left, right = window or (None, None)
+    low, high = -T - (right or 0), S + (left or 0)
+    return jnp.clip(offset, low, high) if isinstance(offset, jax.Array) else min(max(offset, low), high)
 
 
 def _scale_operand(scale, q):

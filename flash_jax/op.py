@@ -106,7 +106,8 @@ def _run_tangent(*args, tree, names, spec, platform):
     shapes = _tangent_shapes(*map(jax.typeof, args), tree=tree, names=names, spec=spec)
     if _empty(primals[0], primals[1], shapes[0]):
         return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
-    implementation = xla if platform is None else select.choose(spec, *primals[:3], platform)
+    q, k, v, _ = primals
+    implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
     return implementation.tangent(primals, out, lse, dict(zip(names, tangents, strict=True)), spec)
 
 
@@ -116,7 +117,8 @@ def _run_backward(*args, tree, wanted, has_lse_ct, spec, platform):
     shapes = _backward_shapes(*map(jax.typeof, args), tree=tree, wanted=wanted, has_lse_ct=has_lse_ct, spec=spec)
     if _empty(primals[0], primals[1], out_ct):
         return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
-    implementation = xla if platform is None else select.choose(spec, *primals[:3], platform)
+    q, k, v, _ = primals
+    implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
     lse_ct = rest[0] if has_lse_ct else None
     gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, tree, wanted), spec)
     return tuple(gradients[name] for name, _ in wanted)
@@ -186,7 +188,8 @@ def _forward_jvp(primals, tangents, *, tree, spec):
     out, lse = checkpoint_name(out, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
     live = [(name, t) for name, t in zip(_names(tree), tangents, strict=True) if type(t) is not ad.Zero]
     if not live:
-        return (out, lse), (ad.Zero.from_primal_value(out), ad.Zero.from_primal_value(lse))
+        zero = ad.Zero.from_primal_value  # pyright: ignore[reportAttributeAccessIssue]
+        return (out, lse), (zero(out), zero(lse))
     names, values = zip(*live, strict=True)
     return (out, lse), _tangent_p.bind(*primals, out, lse, *values, tree=tree, names=names, spec=spec)
 

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from flash_jax.spec import Band, BlockSizes
 
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla", "reference")
+_UNBOUNDED = 2**29
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -104,7 +105,8 @@ def window(value: Band | None) -> Band | None:
             raise TypeError(f"`window` must be a pair of non-negative ints or None; got {value!r}. {help_}")
         if side is not None and side < 0:
             raise ValueError(f"`window` must be a pair of non-negative ints or None; got {value!r}. {help_}")
-    left, right = (None if side is None else int(side) for side in value)
+    # A side longer than any array is no bound; left as it is, positions plus sides would not fit in 32 bits.
+    left, right = (None if side is None or side >= _UNBOUNDED else int(side) for side in value)
     return None if left is None and right is None else (left, right)
 
 
@@ -120,6 +122,7 @@ def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]
     shape = jnp.shape(value)
     if len(shape) > len(batch) or any(n not in (1, b) for n, b in zip(shape[::-1], batch[::-1], strict=False)):
         raise ValueError(f"`{name}` must be broadcastable to the batch shape {batch}; got shape {shape}.")
+    value = jnp.asarray(value)  # first, since jnp.reshape leaves a NumPy array a NumPy array
     return jnp.reshape(value, (1,) * (len(batch) - len(shape)) + shape).astype(jnp.int32)
 
 
@@ -152,7 +155,8 @@ def precision(value: object) -> str:
     """`precision=`, or where it is None `jax.default_matmul_precision`, as "ieee", "x3" or "tf32"; "x3" where both are None."""
     source = "`precision`"
     if value is None:
-        value, source = jax.config.jax_default_matmul_precision, "`jax.default_matmul_precision`"
+        value = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        source = "`jax.default_matmul_precision`"
     if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == value[1]:
         value = value[0]
     if value is None or value == "DEFAULT" or value is jax.lax.DotAlgorithmPreset.DEFAULT:

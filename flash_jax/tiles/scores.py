@@ -31,10 +31,9 @@ class Scale(NamedTuple):
 
 def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
     """The scale of `spec` (a float) or of `operands` (an array, or a scalar read from a kernel's ref)."""
-    scale = spec.scale
-    if operands.scale is None:
-        return Scale(scale, math.copysign(1.0, scale), max(abs(scale) * LOG2_E, _TINY))
-    scale = operands.scale
+    if spec.scale is not None:
+        return Scale(spec.scale, math.copysign(1.0, spec.scale), max(abs(spec.scale) * LOG2_E, _TINY))
+    scale = jnp.asarray(operands.scale)
     return Scale(scale, jnp.where(scale < 0, -1, 1).astype(scale.dtype), jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
 
 

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from flash_jax.tiles.scores import LN_2
 
 
 def step(
-    raw: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: ArrayLike, *, masked: bool
+    raw: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, *, masked: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One tile of the recurrence (FlashAttention-2, algorithm 1, lines 8-10, with the division left to `finish`).
 
@@ -25,14 +24,14 @@ def step(
     new_max = jnp.maximum(row_max, raw.max(axis=-1))
     # A row without keys so far: measured from 0 instead, exp2(-inf - 0) is the 0 that it should be, and not NaN.
     base = jnp.where(new_max == -jnp.inf, 0, new_max) if masked else new_max
-    row_multiplier = multiplier[..., 0] if jnp.ndim(multiplier) else multiplier
+    row_multiplier = _of_row(multiplier)
     shrink = jnp.exp2((row_max - base) * row_multiplier)
     p = jnp.exp2((raw - base[..., None]) * multiplier)
     return p, shrink, new_max, row_sum * shrink + p.sum(axis=-1)
 
 
 def finish(
-    accumulator: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: ArrayLike, alive: jax.Array
+    accumulator: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, alive: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(out [..., block_q, Dv], lse [..., block_q]) of rows whose tiles are all seen; dead rows give 0 and -inf.
 
@@ -40,10 +39,15 @@ def finish(
     """
     alive &= row_sum > 0
     safe_sum = jnp.where(alive, row_sum, 1)
-    row_multiplier = multiplier[..., 0] if jnp.ndim(multiplier) else multiplier
+    row_multiplier = _of_row(multiplier)
     lse = row_max * (row_multiplier * LN_2) + jnp.log(safe_sum)
     out = accumulator / safe_sum[..., None]
     return jnp.where(alive[..., None], out, 0), jnp.where(alive, lse, -jnp.inf)
+
+
+def _of_row(multiplier: float | jax.Array) -> float | jax.Array:
+    """The multiplier without the dim along which a row's scores lie."""
+    return multiplier[..., 0] if isinstance(multiplier, jax.Array) and multiplier.ndim else multiplier
 
 
 def delta(out: jax.Array, out_ct: jax.Array, lse: jax.Array, lse_ct: jax.Array | None) -> jax.Array:

@@ -30,7 +30,7 @@ def flash_attention_forward_kernel(operands, q_ref, k_ref, v_ref, out_ref, lse_r
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
     q = load(q_ref, inside, shape.D)  # [block_q, D]
     if operands.scale is not None:
-        q = q * scale.sign.astype(q.dtype)
+        q = q * jnp.asarray(scale.sign, q.dtype)
     elif scale.sign < 0:
         q = -q
 
@@ -54,8 +54,8 @@ def flash_attention_forward_kernel(operands, q_ref, k_ref, v_ref, out_ref, lse_r
         jnp.zeros((tile.block_q,), jnp.float32),
     )
     seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
-    carry = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
-    out, lse = softmax.finish(*carry, scale.multiplier, rows < geometry.q_length)
+    accumulator, row_max, row_sum = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
+    out, lse = softmax.finish(accumulator, row_max, row_sum, scale.multiplier, rows < geometry.q_length)
     store(out_ref, out, inside, shape.Dv)
     store(lse_ref, lse, inside)
 

@@ -23,6 +23,9 @@ _PRECISION = {
 }
 
 
+Struct = jax.Array | jax.ShapeDtypeStruct
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """The sizes of one call, and the block specs that follow from them; the grid is (tiles, heads, examples).
@@ -73,7 +76,7 @@ class Shape:
 
         return index
 
-    def rows(self, x: jax.Array, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
+    def rows(self, x: Struct, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
         """Spec for x [..., length, heads, dim]: `rows` of them (None: all) of one head (or of `heads`).
 
         `place(tile, head)` gives the indices of the row block and the head (or head block) from the grid's first two.
@@ -86,7 +89,7 @@ class Shape:
 
         return pl.BlockSpec((None, rows or x.shape[-3], heads, padded(x.shape[-1])), index_map)
 
-    def stats(self, x: jax.Array, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
+    def stats(self, x: Struct, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
         """Spec for x [..., H, T], as `rows` does for arrays with a head dim."""
         example = self.example(x.shape[:-2])
 
@@ -169,7 +172,12 @@ def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
 
 
 def launch(
-    kernel: Callable, grid: tuple[int, int, int], specs: tuple[Any, Any], outputs: Any, tile: Tile, spec: AttentionSpec
+    kernel: functools.partial,
+    grid: tuple[int, int, int],
+    specs: tuple[Any, Any],
+    outputs: Any,
+    tile: Tile,
+    spec: AttentionSpec,
 ) -> Callable:
     """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is."""
     in_specs, out_specs = specs

@@ -54,4 +54,4 @@ def forward(
 
 def lift_scale(scale: scores.Scale) -> scores.Scale:
     """A per-example scale [...] as [..., 1, 1, 1, 1], so that it meets a tile of scores."""
-    return scores.Scale(*(x if isinstance(x, float) else x[..., None, None, None, None] for x in scale))
+    return scores.Scale(*(x[..., None, None, None, None] if isinstance(x, jax.Array) else x for x in scale))

@@ -29,7 +29,9 @@ def tangent(
     scale = lift_scale(scores.split_scale(spec, operands))
     dtype = np.promote_types(q.dtype, np.float32)
     rows = {"q": plan.q_rows(q), "k": plan.kv_rows(k), "v": plan.kv_rows(v)}
-    dots = {name: plan.q_rows(x) if name == "query" else plan.kv_rows(x) for name, x in tangents.items() if name != "scale"}
+    dots = {
+        name: plan.q_rows(x) if name == "query" else plan.kv_rows(x) for name, x in tangents.items() if name != "scale"
+    }
     dscale = tangents["scale"][..., None, None, None, None] if "scale" in tangents else None
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse))
     lead = broadcast_lead((lse, 2), *((x, 0 if name == "scale" else 3) for name, x in tangents.items()))
@@ -38,14 +40,22 @@ def tangent(
 
     def body(totals, tile: Tile):
         d_out, d_lse = totals
-        q_tile, k_tile, v_tile = plan.q_tile(rows["q"], tile), plan.kv_tile(rows["k"], tile), plan.kv_tile(rows["v"], tile)
+        q_tile, k_tile, v_tile = (
+            plan.q_tile(rows["q"], tile),
+            plan.kv_tile(rows["k"], tile),
+            plan.kv_tile(rows["v"], tile),
+        )
         qk = product("...qkgd,...skd->...kgqs", q_tile, k_tile, spec)
         p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile))
         ds = None if dscale is None else dscale * qk
         if "query" in dots:
-            ds = _add(ds, scale.value * product("...qkgd,...skd->...kgqs", plan.q_tile(dots["query"], tile), k_tile, spec))
+            ds = _add(
+                ds, scale.value * product("...qkgd,...skd->...kgqs", plan.q_tile(dots["query"], tile), k_tile, spec)
+            )
         if "key" in dots:
-            ds = _add(ds, scale.value * product("...qkgd,...skd->...kgqs", q_tile, plan.kv_tile(dots["key"], tile), spec))
+            ds = _add(
+                ds, scale.value * product("...qkgd,...skd->...kgqs", q_tile, plan.kv_tile(dots["key"], tile), spec)
+            )
         if ds is not None:
             pds = p * ds
             d_lse = add_tile(d_lse, pds.sum(-1), tile.row, -1)
