@@ -1,0 +1,1 @@
+"""Measurements: `speed` beside other implementations, `sweep` over tile sizes; `NOTES.md` holds what they gave."""

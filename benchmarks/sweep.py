@@ -1,0 +1,243 @@
+"""Which tiles are fast: times candidates for the forward, the dq and the dk/dv kernel, each alone.
+
+    python3 -m benchmarks.sweep --seconds 330                          everything, the likeliest first
+    python3 -m benchmarks.sweep --passes dkv --shapes d128-T16k --stages 2 3
+
+Candidates compile in threads while others are timed; one that does not compile or launch is counted and passed over. At
+the end the five fastest of each group and the table's own tile are timed again, interleaved, and printed fastest first.
+A tile is written 128x64w8s3: 128 query rows, 64 keys, 8 warps, 3 stages.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing, workloads
+from benchmarks.workloads import Shape
+from flash_jax import BlockSizes, triton
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.triton import tiling
+
+FINALISTS = 5
+
+
+class Group(NamedTuple):
+    """Candidates that compete with each other: one pass on one shape."""
+
+    shape: Shape
+    causal: bool
+    kind: str  # "forward", "dq" or "dkv"
+
+    def __str__(self) -> str:
+        return f"{self.shape.name} {'causal' if self.causal else 'full'} {self.kind}"
+
+
+class Screened(NamedTuple):
+    """Milliseconds of each candidate of a group, and why others failed."""
+
+    ms: dict[BlockSizes, float]
+    failed: dict[str, str]
+
+
+def function(group: Group, sizes: BlockSizes | None, interpret: bool):
+    """The pass alone: f(q, k, v) -> (out, lse), or f(q, k, v, out, lse, dout) -> gradients."""
+    shape = group.shape
+    spec = AttentionSpec(
+        scale=shape.D**-0.5, causal=group.causal, implementation="triton", block_sizes=sizes, interpret=interpret
+    )
+    triton.check_block_sizes(spec)
+    if group.kind == "forward":
+        return lambda q, k, v: triton.forward(q, k, v, Operands(), spec)
+    wanted = ("query",) if group.kind == "dq" else ("key", "value")
+
+    def backward(q, k, v, out, lse, dout):
+        return triton.backward((q, k, v, Operands()), out, lse, dout, None, dict.fromkeys(wanted, (shape.B,)), spec)
+
+    return backward
+
+
+def structs(group: Group) -> tuple:
+    """Shapes and dtypes of the arguments."""
+    s = group.shape
+    x = jax.ShapeDtypeStruct((s.B, s.T, s.H, s.D), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((s.B, s.H, s.T), jnp.float32)
+    return (x, x, x) if group.kind == "forward" else (x, x, x, x, lse, x)
+
+
+@functools.cache
+def arrays(shape: Shape, causal: bool, interpret: bool) -> tuple:
+    """q, k, v, out, lse, dout, of which out and lse are the forward pass's."""
+    q, k, v, dout = shape.inputs()
+    out, lse = jax.jit(function(Group(shape, causal, "forward"), None, interpret))(q, k, v)
+    return q, k, v, out, lse, dout
+
+
+def name_of(sizes: BlockSizes) -> str:
+    """128x64w8s3."""
+    return f"{sizes.block_q}x{sizes.block_kv}w{sizes.num_warps}s{sizes.num_stages}"
+
+
+def table_tile(group: Group) -> BlockSizes:
+    """What the package's own table gives."""
+    x = structs(group)[0]
+    spec = AttentionSpec(scale=1.0, causal=group.causal)
+    return BlockSizes(**dataclasses.asdict(tiling.tile_for(group.kind, spec, x, x, x)))
+
+
+def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:
+    """All combinations that fit the shared memory and are not hopeless, likeliest first, the table's own before all."""
+    own = table_tile(group)
+    found = []
+    for q, kv, warps, stages in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
+        sizes = BlockSizes(q, kv, warps, stages)
+        shared = tiling.shared_bytes(group.kind, tiling.Tile(q, kv, warps, stages), (group.shape.D,) * 2, 2)
+        if shared <= options.shared_kib * 1024 and registers(group, sizes) <= options.registers:
+            found.append(sizes)
+    found.sort(key=lambda x: distance(x, own))
+    return [own, *(x for x in found if x != own)]
+
+
+def registers(group: Group, sizes: BlockSizes) -> float:
+    """Accumulators a thread holds, in 32-bit registers: what decides whether a kernel spills."""
+    q, kv, D = sizes.block_q or 0, sizes.block_kv or 0, group.shape.D
+    held = {"forward": q * D + q * kv, "dq": q * D + 2 * q * kv, "dkv": 2 * kv * D + 2 * q * kv}[group.kind]
+    return held / (32 * (sizes.num_warps or 1))
+
+
+def distance(x: BlockSizes, y: BlockSizes) -> float:
+    """How far two tiles are apart, in halvings and doublings; a stage counts half."""
+    steps = [abs((getattr(x, n) or 1).bit_length() - (getattr(y, n) or 1).bit_length()) for n in _POWERS]
+    return sum(steps) + 0.5 * abs((x.num_stages or 1) - (y.num_stages or 1))
+
+
+_POWERS = ("block_q", "block_kv", "num_warps")
+
+
+def submit_all(
+    pool: ThreadPoolExecutor, groups: list[Group], options: argparse.Namespace, interpret: bool
+) -> dict[Group, dict[BlockSizes, Future]]:
+    """Futures of compiled candidates: the first of each group, then the second of each, ..."""
+    lists = {group: candidates(group, options)[: options.most] for group in groups}
+    futures: dict[Group, dict[BlockSizes, Future]] = {group: {} for group in groups}
+    for rank in range(max(map(len, lists.values()))):
+        for group in groups:
+            if rank < len(lists[group]):
+                sizes = lists[group][rank]
+                build = functools.partial(_build, group, sizes, interpret)
+                futures[group][sizes] = pool.submit(build)
+    return futures
+
+
+def _build(group: Group, sizes: BlockSizes, interpret: bool):
+    return jax.jit(function(group, sizes, interpret)).lower(*structs(group)).compile()
+
+
+def call_of(group: Group, compiled: Any, interpret: bool):
+    """The compiled candidate with its arguments."""
+    values = arrays(group.shape, group.causal, interpret)
+    return functools.partial(compiled, *values[: len(structs(group))])
+
+
+def screen(futures: dict[Group, dict[BlockSizes, Future]], deadline: float, interpret: bool) -> dict[Group, Screened]:
+    """Times each candidate by few samples as soon as it is compiled, until the deadline."""
+    found = {group: Screened({}, {}) for group in futures}
+    left = [(group, sizes) for group in futures for sizes in futures[group]]
+    while left and time.perf_counter() < deadline:
+        ready = [key for key in left if futures[key[0]][key[1]].done()]
+        if not ready:
+            time.sleep(0.02)
+        for group, sizes in ready:
+            left.remove((group, sizes))
+            try:
+                call = call_of(group, futures[group][sizes].result(), interpret)
+                t = timing.measure({0: call}, samples=3, sample_ms=10)[0]
+            except Exception as error:  # noqa: BLE001  (a tile that does not compile is passed over)
+                t = timing.first_line(error)
+            if isinstance(t, str):
+                found[group].failed[name_of(sizes)] = t
+            else:
+                found[group].ms[sizes] = t.low
+            if time.perf_counter() > deadline:
+                break
+    return found
+
+
+def final(
+    group: Group, times: dict[BlockSizes, float], futures: dict[BlockSizes, Future], interpret: bool
+) -> dict[str, float]:
+    """Milliseconds of the fastest candidates and of the table's tile, interleaved."""
+    fastest = sorted(times, key=times.__getitem__)[:FINALISTS]
+    own = table_tile(group)
+    if own in times and own not in fastest:
+        fastest.append(own)
+    calls = {name_of(x): call_of(group, futures[x].result(), interpret) for x in fastest}
+    measured = timing.measure(calls, samples=5, sample_ms=20)
+    found = {name: t.median for name, t in measured.items() if not isinstance(t, str)}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["d128-T16k", "d64-T16k", "d256-T4k"])
+    parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["causal", "full"])
+    parser.add_argument("--passes", nargs="+", choices=tiling.PASSES, default=list(tiling.PASSES))
+    parser.add_argument("--block-q", nargs="+", type=int, default=[32, 64, 128])
+    parser.add_argument("--block-kv", nargs="+", type=int, default=[32, 64, 128])
+    parser.add_argument("--warps", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--shared-kib", type=int, default=227)
+    parser.add_argument(
+        "--registers", type=float, default=260.0, help="accumulators a thread, above which none is tried"
+    )
+    parser.add_argument("--most", type=int, default=40, help="candidates a group")
+    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--json", type=Path, default=Path("out/sweep.json"))
+    parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, to try the script on a CPU")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Screens all groups within the time given, then measures the best of each again."""
+    options = parse()
+    workloads.quiet()
+    interpret = jax.default_backend() == "cpu"
+    deadline = time.perf_counter() + options.seconds
+    groups = [
+        Group(Shape.of(name, options.shrink), mask == "causal", kind)
+        for name in options.shapes
+        for mask in options.mask
+        for kind in options.passes
+    ]
+    report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "groups": {}}
+    pool = ThreadPoolExecutor(workloads.threads())
+    futures = submit_all(pool, groups, options, interpret)
+    reserve = 2.5 * len(groups)  # seconds for the second round
+    screened = screen(futures, deadline - reserve, interpret)
+    pool.shutdown(wait=False, cancel_futures=True)
+    for group, (ms, failed) in screened.items():
+        measured = final(group, ms, futures[group], interpret)
+        report["groups"][str(group)] = {
+            "final": measured,
+            "screened": {name_of(x): t for x, t in sorted(ms.items(), key=lambda item: item[1])},
+            "failed": failed,
+        }
+        own = name_of(table_tile(group))
+        cells = [f"{name} {t:.3f}{'*' if name == own else ''}" for name, t in measured.items()]
+        print(f"{group!s:24} of {len(ms)} ({len(failed)} failed), ms:  " + "  ".join(cells), flush=True)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print("* the table's tile")
+
+
+if __name__ == "__main__":
+    main()
