@@ -132,12 +132,15 @@ def attending_rows(rows: jax.Array, col: Int, block_kv: int, geometry: Geometry,
 
 def _tiles(start: Int, stop: Int, full_start: Int, full_stop: Int, block: int) -> TileRange:
     """From positions to tiles: partial tiles count towards the visible ones, only whole ones are full."""
-    first, end = _floor_div(start, block), _floor_div(_max(stop, 0) + block - 1, block)
-    end = _max(first, end)
+    first, stop_tile = _floor_div(start, block), _floor_div(_max(stop, 0) + block - 1, block)
+    end = _max(first, stop_tile)
     full_first = first
     if not (isinstance(full_start, int) and full_start == 0):  # 0: nothing is cut off before the first tile
         full_first = _min(_max(_floor_div(full_start + block - 1, block), first), end)
-    full_end = _min(_max(_floor_div(_max(full_stop, 0), block), full_first), end)
+    full_end = _floor_div(_max(full_stop, 0), block)
+    if isinstance(full_end, int) and isinstance(stop_tile, int) and full_end == stop_tile:  # no tile is cut off at the end
+        return TileRange(first, full_first, end, end)
+    full_end = _min(_max(full_end, full_first), end)
     return TileRange(first, full_first, full_end, end)
 
 

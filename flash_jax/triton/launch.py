@@ -165,8 +165,8 @@ def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> A
 
 
 def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
-    """fori_loop, but nothing at all where the bounds are static and leave nothing to do."""
-    if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+    """fori_loop, but nothing at all where the bounds are known to leave nothing to do."""
+    if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
     return lax.fori_loop(start, stop, body, carry)
 
