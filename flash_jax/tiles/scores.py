@@ -37,7 +37,9 @@ def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
     return Scale(scale, jnp.where(scale < 0, -1, 1).astype(scale.dtype), jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
 
 
-def probability(product: jax.Array, lse: jax.Array, scale: Scale, allowed: jax.Array | None) -> jax.Array:
+def probability(
+    product: jax.Array, lse: jax.Array, scale: Scale, allowed: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
     """p = exp(scale * product - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
 
     Args:
@@ -45,6 +47,11 @@ def probability(product: jax.Array, lse: jax.Array, scale: Scale, allowed: jax.A
       lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
       scale: of the call.
       allowed: bool like `product`; None where every entry is allowed.
+      dtype: of the inputs. For 16-bit ones both terms are brought to base 2 beforehand, which leaves a multiply-add for each
+        entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
     """
-    score = product * (scale.value * LOG2_E) - lse * LOG2_E
+    if jnp.dtype(dtype).itemsize < 4:
+        score = product * (scale.value * LOG2_E) - lse * LOG2_E
+    else:
+        score = (product * scale.value - lse) * LOG2_E
     return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))

@@ -52,7 +52,7 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, 
         v = load(refs.v.at[pl.ds(col, tile.block_kv), :], keep, shape.Dv)
         qk = dot(q, k, spec, trans_b=True)  # [block_q, block_kv]
         allowed = masks.allowed(rows[:, None], cols[None, :], geometry, spec) if masked else None
-        p = scores.probability(qk, lse[:, None], scale, allowed)
+        p = scores.probability(qk, lse[:, None], scale, allowed, q.dtype)
         ds = p * (dot(out_ct, v, spec, trans_b=True) - delta[:, None])
         if dscale_ref is not None:
             dscale += (ds * qk).sum(axis=1)
@@ -92,7 +92,7 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
         lse, delta = load(refs.lse.at[head, here], keep), load(refs.delta.at[head, here], keep)
         qk = dot(k, q, spec, trans_b=True)  # [block_kv, block_q]
         allowed = masks.allowed(rows[None, :], cols[:, None], geometry, spec) if masked else None
-        p = scores.probability(qk, lse[None, :], scale, allowed)
+        p = scores.probability(qk, lse[None, :], scale, allowed, q.dtype)
         dv += dot(p.astype(out_ct.dtype), out_ct, spec)
         ds = p * (dot(v, out_ct, spec, trans_b=True) - delta[None, :])
         return dk + dot(ds.astype(q.dtype), q, spec), dv

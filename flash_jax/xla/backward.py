@@ -46,7 +46,7 @@ def backward(
         q_tile, ct_tile = plan.q_tile(q_rows, tile), plan.q_tile(ct_rows, tile)
         k_tile, v_tile = plan.kv_tile(k_rows, tile), plan.kv_tile(v_rows, tile)
         qk = product("...qkgd,...skd->...kgqs", q_tile, k_tile, spec)
-        p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile))
+        p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile), q.dtype)
         if "value" in totals:
             dv = product("...kgqs,...qkge->...ske", p.astype(v.dtype), ct_tile, spec)
             totals["value"] = add_tile(totals["value"], dv, tile.col, -3)

@@ -46,7 +46,7 @@ def tangent(
             plan.kv_tile(rows["v"], tile),
         )
         qk = product("...qkgd,...skd->...kgqs", q_tile, k_tile, spec)
-        p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile))
+        p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile), q.dtype)
         ds = None if dscale is None else dscale * qk
         if "query" in dots:
             ds = _add(
