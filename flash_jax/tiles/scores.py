@@ -51,7 +51,22 @@ def probability(
         entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
     """
     if jnp.dtype(dtype).itemsize < 4:
-        score = product * (scale.value * LOG2_E) - lse * LOG2_E
+        # Subtracted before the change of base: scores of 50 and their lse, rounded apart in base 2, would cost float32 its last digits.
+    score = (product * scale.value - lse) * LOG2_E
     else:
         score = (product * scale.value - lse) * LOG2_E
     return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
+
+
+def scale_gradient(ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
+    """[..., H, T]: each row's part of the scale's gradient, sum_j ds_ij (q_i . k_j), from three sums over the row.
+
+    The sum of ds over a row is the cotangent of its lse (0 without one). What it falls short by comes from delta, which is computed
+    from an output that was rounded to 16 bits, and would enter here times the mean of q . k; so that much is taken off.
+
+    Args:
+      ds_qk, ds, p_qk: [..., H, T], sums over j of ds_ij (q_i . k_j), ds_ij and p_ij (q_i . k_j).
+      lse_ct: [..., H, T], None where it is zero.
+    """
+    excess = ds if lse_ct is None else ds - lse_ct
+    return ds_qk - excess * p_qk
