@@ -51,8 +51,7 @@ def probability(
         entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
     """
     if jnp.dtype(dtype).itemsize < 4:
-        # Subtracted before the change of base: scores of 50 and their lse, rounded apart in base 2, would cost float32 its last digits.
-    score = (product * scale.value - lse) * LOG2_E
+        score = product * (scale.value * LOG2_E) - lse * LOG2_E
     else:
         score = (product * scale.value - lse) * LOG2_E
     return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
