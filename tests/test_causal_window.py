@@ -1,4 +1,4 @@
-"""Who may see whom: causal, windows and the offset of the queries, static and traced, each alone and together (R2-R4)."""
+"""Who may see whom: causal, windows and the queries' offset, static and traced, each alone and together (R2-R4)."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.support.programs import Program, forward, tangents, values_and_gradie
 OPTIONS = {
     "causal": {"causal": True},
     "window-3-1": {"window": (3, 1)},
-    "window-0-0": {"window": (0, 0)},
+    "window-1-0": {"window": (1, 0)},
     "window-20-open": {"window": (20, None)},
     "window-open-5": {"window": (None, 5)},
     "window-open-open": {"window": (None, None)},
@@ -38,7 +38,13 @@ def test_values_and_gradients(attend, options):
     check(values_and_gradients(**options), attend, c.arrays(), c.cotangents())
 
 
-@pytest.mark.parametrize("option", ["causal", "window-3-1", "top-left", "offset-11", "offset-minus-9", "causal-window-18-4"])
+def test_a_window_of_the_diagonal_alone(attend):
+    check(forward(window=(0, 0)), attend, *case(FEWER_QUERIES).arrays())
+
+
+@pytest.mark.parametrize(
+    "option", ["causal", "window-3-1", "top-left", "offset-11", "offset-minus-9", "causal-window-18-4"]
+)
 def test_more_queries_than_keys(attend, option):
     c = case(MORE_QUERIES)
     check(values_and_gradients(**OPTIONS[option]), attend, c.arrays(), c.cotangents())
@@ -65,7 +71,9 @@ def test_traced_offset(attend, offset):
 @pytest.mark.parametrize("offset", [np.int8(3), np.uint8(3), np.int64(3), np.array([3, 3], np.uint16)], ids=repr)
 def test_offset_of_any_integer_dtype(attend, offset):
     arrays = case(FEWER_QUERIES).arrays()
-    np.testing.assert_array_equal(attend(*arrays, causal=True, q_offset=offset), attend(*arrays, causal=True, q_offset=3))
+    np.testing.assert_array_equal(
+        attend(*arrays, causal=True, q_offset=offset), attend(*arrays, causal=True, q_offset=3)
+    )
 
 
 def test_offset_of_several_leading_dims(attend):

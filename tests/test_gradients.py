@@ -14,9 +14,8 @@ from tests.support.programs import Program, gradients, tangents
 from tests.test_forward import EMPTY
 
 SHAPES = [
-    "B2-T1-S1-D16-f32",
     "B2-T1-S65-H4-K2-D16-bf16",
-    "B2-T65-S1-D16-f32",
+    "B2-T65-S7-D16-f32",
     "B2-T63-S65-H4-K2-D40-f32",
     "T100-S39-H2-D72-bf16",
     "T39-S100-H2-D80-f16",
@@ -66,18 +65,19 @@ def test_zero_cotangents_give_zeros(attend):
         assert not np.any(g)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_a_gradient_does_not_depend_on_which_others_are_wanted(attend, wanted):
+@pytest.mark.parametrize("wanted", [(0,), (2,), (0, 1)], ids=["query", "value", "query-key"])
+def test_of_some_inputs_only(attend, wanted):
+    """What is not asked for is neither computed nor missed."""
     c = case(ONE)
-    (q, k, v), (dout, dlse) = c.arrays(), c.cotangents()
 
-    def loss(q, k, v):
-        out, lse = attend(q, k, v, return_lse=True)
-        return (out * dout).sum() + (lse * dlse).sum()
+    def some(attend, inputs, cotangents):
+        def of_wanted(*x):
+            given = dict(zip(wanted, x, strict=True))
+            return attend(*(given.get(n, inputs[n]) for n in range(3)), return_lse=True)
 
-    every = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    for n, g in zip(wanted, jax.jit(jax.grad(loss, argnums=wanted))(q, k, v), strict=True):
-        np.testing.assert_array_equal(g, every[n])
+        return jax.vjp(of_wanted, *(inputs[n] for n in wanted))[1](cotangents)
+
+    check(Program(some, {"causal": True}, derivative=True), attend, c.arrays(), c.cotangents())
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -5,7 +5,7 @@ error of plain attention in the inputs' own dtype:
 
     max|x - oracle| <= 2 max|plain - oracle| + eps(dtype) max|oracle|        (3 for gradients and tangents)
 
-Where both sides are computed in float64, `assert_same_in_float64` and `assert_slope` allow for the rounding of float64 alone.
+Where both sides are in float64, `assert_same_in_float64` and `assert_slope` allow for the rounding of float64 alone.
 """
 
 import functools

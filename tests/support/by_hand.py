@@ -7,7 +7,7 @@ import numpy as np
 
 
 def attention_by_hand(query, key, value, *, scale=None, return_lse=True, **options):
-    """Output `[..., T, H, Dv]` and log-sum-exp `[..., H, T]`, both float64. `options` are those of `allowed_by_hand`."""
+    """Output `[..., T, H, Dv]` and log-sum-exp `[..., H, T]`, both float64; `options` as in `allowed_by_hand`."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, T, H, D = query.shape
     S, K, Dv = *key.shape[-3:-1], value.shape[-1]
@@ -17,7 +17,7 @@ def attention_by_hand(query, key, value, *, scale=None, return_lse=True, **optio
     for b in itertools.product(*map(range, batch)):
         for h, i in itertools.product(range(H), range(T)):
             kv_head = h // (H // K)
-            keys = [j for j in range(S) if allowed_by_hand(b, i, j, T, S, batch, **options)]
+            keys = [j for j in range(S) if allowed_by_hand((b, batch), (i, T), (j, S), **options)]
             if not keys:
                 continue
             scores = [scale * float(query[*b, i, h] @ key[*b, j, kv_head]) for j in keys]
@@ -29,8 +29,13 @@ def attention_by_hand(query, key, value, *, scale=None, return_lse=True, **optio
     return (out, lse) if return_lse else out
 
 
-def allowed_by_hand(b, i, j, T, S, batch, *, causal=False, window=None, q_offset=None, q_lengths=None, kv_lengths=None):
-    """Whether, in example `b` of leading dims `batch`, query row `i` of `T` may attend key `j` of `S`."""
+def allowed_by_hand(example, query, key, *, causal=False, window=None, q_offset=None, **lengths):
+    """Whether a query may attend a key: `example` is (index, leading dims), `query` (row, T), `key` (slot, S).
+
+    `lengths` are `q_lengths` and `kv_lengths`, numbers or arrays, or None.
+    """
+    (b, batch), (i, T), (j, S) = example, query, key
+    q_lengths, kv_lengths = lengths.get("q_lengths"), lengths.get("kv_lengths")
 
     def of_example(array):
         return int(np.broadcast_to(np.asarray(array), tuple(batch))[b])

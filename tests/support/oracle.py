@@ -8,7 +8,10 @@ from flash_jax.spec import AttentionSpec, Operands
 
 
 def reference_attention(query, key, value, *, scale=None, causal=False, window=None, return_lse=False, **numbers):
-    """`flash_jax.reference.attention` under the keywords of `flash_attention`; `numbers`: q_offset, q_lengths, kv_lengths."""
+    """`flash_jax.reference.attention` under the keywords of `flash_attention`.
+
+    `numbers` are `q_offset`, `q_lengths` and `kv_lengths`.
+    """
     rank = query.ndim - 3
     q_offset, offsets = _static_or_array(numbers.pop("q_offset", None), rank, jnp.int32)
     q_length, q_lengths = _clamped(numbers.pop("q_lengths", None), rank, query.shape[-3])
@@ -34,7 +37,9 @@ def reference_attention(query, key, value, *, scale=None, causal=False, window=N
 def _clamped(x, rank, largest):
     """Lengths as the reference takes them, in [0, largest]."""
     static, array = _static_or_array(x, rank, jnp.int32)
-    return static if static is None else min(max(static, 0), largest), None if array is None else jnp.clip(array, 0, largest)
+    if array is not None:
+        return None, jnp.clip(array, 0, largest)
+    return static if static is None else min(max(static, 0), largest), None
 
 
 def _static_or_array(x, rank, dtype):

@@ -55,7 +55,7 @@ def visible(T, S, batch, *, causal=False, window=None, q_offset=None, q_lengths=
 
 
 def _rounded(x, dtype):
-    """`x` in `dtype`; the rounding is spelled out, since a compiler may drop a cast that is undone by the next operation."""
+    """`x` in `dtype`; spelled out, since a compiler may drop a cast that the next operation undoes."""
     kind = jnp.finfo(dtype)
     return lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
 

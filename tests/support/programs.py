@@ -1,7 +1,7 @@
 """The functions of an attention that the tests compare.
 
-A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a pytree of
-results: so the same program runs with the implementation under test, with the oracle and with plain attention.
+A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a pytree
+of results: so the same program runs with the implementation under test, with the oracle and with plain attention.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Program:
-    """A function of an attention, the options with which that attention is called, and which results are derivatives."""
+    """A function of an attention, the options with which this is called, and which results are derivatives."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None, derivative: Any = False):
         """`function(attend, *arrays)` is given an `attend` that has the `options` already.

@@ -1,0 +1,158 @@
+"""Tile sizes change speed alone: any sizes, and each of the table's, give one function; what cannot fit is refused."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flash_jax
+from flash_jax import BlockSizes
+from flash_jax.triton import tiling
+from tests.support.accuracy import check
+from tests.support.cases import case
+from tests.support.programs import values_and_gradients
+
+OPTIONS = {"causal": True, "window": (37, None), "kv_lengths": np.array([100, 81])}
+SIZES = [
+    BlockSizes(block_q=16, block_kv=64),
+    BlockSizes(block_q=64, block_kv=16),
+    BlockSizes(block_q=32, block_kv=32, num_warps=8, num_stages=3),
+    BlockSizes(block_q=128, block_kv=128),
+    BlockSizes(
+        block_q=32, block_kv=64, dq=BlockSizes(block_q=16, block_kv=32), dkv=BlockSizes(block_q=64, block_kv=16)
+    ),
+    BlockSizes(block_kv=16),
+    BlockSizes(dkv=BlockSizes(block_q=16)),
+    None,
+]
+
+
+def short(sizes):
+    """A name for the test id."""
+    return "table" if sizes is None else f"q{sizes.block_q}-k{sizes.block_kv}" + ("-own-backward" if sizes.dkv else "")
+
+
+def with_sizes(implementation, sizes):
+    return functools.partial(flash_jax.flash_attention, implementation=implementation, block_sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=short)
+def test_any_sizes(implementation, sizes):
+    """Case B07, with its unequal blocks scaled down; values and all gradients."""
+    c = case("B2-T63-S100-H4-K2-D24-f32")
+    check(values_and_gradients(**OPTIONS), with_sizes(implementation, sizes), c.arrays(), c.cotangents())
+
+
+@pytest.mark.parametrize("sizes", [BlockSizes(block_q=1, block_kv=1), BlockSizes(block_q=5, block_kv=7)], ids=short)
+def test_xla_takes_any_positive_size(sizes):
+    c = case("B2-T13-S21-H4-K2-D8-f32")
+    program = values_and_gradients(causal=True, kv_lengths=np.array([21, 9]))
+    check(program, with_sizes("xla", sizes), c.arrays(), c.cotangents())
+
+
+@pytest.mark.parametrize(
+    "row", sorted({(dim, size) for _, dim, size in tiling._TABLE}), ids=lambda r: f"D{r[0]}-{r[1]}bytes"
+)
+def test_every_row_of_the_table(row):
+    """The kernels with the tiles that a GPU would use for this head dim and dtype, in interpret mode."""
+    dim, itemsize = row
+    c = case(f"T150-S140-H2-K1-D{dim - 8}-{'f32' if itemsize == 4 else 'bf16'}")
+    with flash_jax.interpret_mode():
+        check(values_and_gradients(causal=True), with_sizes("triton", None), c.arrays(), c.cotangents())
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_the_table_fits_every_gpu(capability, monkeypatch):
+    """Case G03: no head dim, dtype or pass needs more shared memory than the GPU has."""
+    monkeypatch.setattr(tiling.compat, "gpu_description", lambda: ("a GPU", capability))
+    limit = tiling._SHARED_KIB.get(capability, tiling._SHARED_KIB_OTHER) * 1024
+    for name, dim, dtype in itertools.product(
+        tiling.PASSES, (1, 40, 64, 96, 128, 192, 256), (jnp.bfloat16, jnp.float32)
+    ):
+        x = jax.ShapeDtypeStruct((1, 4096, 2, dim), dtype)
+        tile = tiling.tile_for(name, flash_jax.spec.AttentionSpec(), x, x, x)
+        widths = (tiling.padded(dim),) * 2
+        assert tiling.shared_bytes(name, tile, widths, x.dtype.itemsize) <= limit
+        assert tile.block_q >= 16 and tile.block_kv >= 16 and tile.num_stages >= 1
+
+
+def lowered_for_gpu(shape, dtype, sizes, gradient=False):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    call = with_sizes("triton", sizes)
+    function = jax.grad(lambda *y: call(*y).astype(jnp.float32).sum(), argnums=(0, 1, 2)) if gradient else call
+    return jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",))
+
+
+def test_too_large_for_the_gpu():
+    """The text says what is needed, what there is, and sizes that fit, which then do."""
+    shape, sizes = (1, 1024, 2, 256), BlockSizes(block_q=256, block_kv=256, num_stages=4)
+    with pytest.raises(ValueError) as error:
+        lowered_for_gpu(shape, jnp.float32, sizes)
+    text = str(error.value)
+    assert text.startswith("`block_sizes` for the forward pass needs about 2304 KiB of shared memory, and ")
+    assert " has 227 KiB; try block_q=" in text
+    numbers = {
+        name: int(text.split(f"{name}=")[1].split(",")[0].rstrip(".")) for name in ("block_q", "block_kv", "num_stages")
+    }
+    lowered_for_gpu(shape, jnp.float32, BlockSizes(**numbers))
+
+
+def test_too_large_for_the_gpu_in_a_backward_pass():
+    sizes = BlockSizes(dkv=BlockSizes(block_q=256, block_kv=256))
+    with pytest.raises(ValueError, match=r"`block_sizes` for the dkv pass needs about \d+ KiB of shared memory"):
+        lowered_for_gpu((1, 1024, 2, 256), jnp.bfloat16, sizes, gradient=True)
+
+
+@pytest.mark.parametrize(
+    "sizes, text",
+    [
+        (
+            BlockSizes(block_q=48),
+            "block_q of the forward pass must be a power of two of at least 16 for 'triton'; got 48.",
+        ),
+        (
+            BlockSizes(block_kv=8),
+            "block_kv of the forward pass must be a power of two of at least 16 for 'triton'; got 8.",
+        ),
+        (
+            BlockSizes(num_warps=3),
+            "num_warps of the forward pass must be a power of two from 1 to 16 for 'triton'; got 3.",
+        ),
+        (
+            BlockSizes(num_warps=32),
+            "num_warps of the forward pass must be a power of two from 1 to 16 for 'triton'; got 32.",
+        ),
+        (BlockSizes(dq=BlockSizes(block_q=24)), "block_q of the dq pass must be a power of two of at least 16"),
+        (BlockSizes(dkv=BlockSizes(block_kv=24)), "block_kv of the dkv pass must be a power of two of at least 16"),
+    ],
+    ids=str,
+)
+def test_sizes_that_triton_cannot_take_are_refused_while_tracing(sizes, text):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(with_sizes("triton", sizes), x, x, x)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["block_q", "block_kv", "num_warps", "num_stages"])
+@pytest.mark.parametrize("value", [0, -16, 1.5, True, "64"], ids=repr)
+def test_numbers_that_are_no_sizes(field, value):
+    with pytest.raises(ValueError, match=f"`BlockSizes.{field}` must be a positive int or None; got {value!r}"):
+        BlockSizes(**{field: value})
+
+
+def test_nested_sizes_must_be_sizes():
+    with pytest.raises(TypeError, match="`BlockSizes.dq` must be a BlockSizes or None; got int"):
+        BlockSizes(dq=64)
+
+
+def test_sizes_are_values():
+    assert BlockSizes(block_q=64) == BlockSizes(block_q=64) and len({BlockSizes(), BlockSizes()}) == 1
+
+
+def test_sizes_are_a_pure_function_of_the_call():
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    assert lowered_for_gpu(x.shape, x.dtype, None).as_text() == lowered_for_gpu(x.shape, x.dtype, None).as_text()
