@@ -28,11 +28,11 @@ class Residuals(NamedTuple):
     delta: Any
 
 
-def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, spec, tile, shape):
+def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, scale_refs, *, spec, tile, shape):
     """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
 
     One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
-    `dscale_ref` (None where not wanted) takes each row's sum of dS * (Q K^T), of which the scale's gradient is the total.
+    `scale_refs` (None where not wanted) take the three sums over each row of which `scores.scale_gradient` makes the scale's.
     """
     operands = read(operands)
     geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
@@ -44,7 +44,7 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, 
     lse, delta = softmax.dead_to_inf(load(refs.lse, inside)), load(refs.delta, inside)  # [block_q]
 
     def body(j, carry, masked):
-        dq, dscale = carry
+        dq, sums = carry
         col = j * tile.block_kv
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
         keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
@@ -54,17 +54,18 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, dscale_ref, *, 
         allowed = masks.allowed(rows[:, None], cols[None, :], geometry, spec) if masked else None
         p = scores.probability(qk, lse[:, None], scale, allowed, q.dtype)
         ds = p * (dot(out_ct, v, spec, trans_b=True) - delta[:, None])
-        if dscale_ref is not None:
-            dscale += (ds * qk).sum(axis=1)
-        return dq + dot(ds.astype(k.dtype), k, spec), dscale
+        if scale_refs is not None:
+            sums = [total + x.sum(axis=1) for total, x in zip(sums, (ds * qk, ds, p * qk), strict=True)]
+        return dq + dot(ds.astype(k.dtype), k, spec), sums
 
-    carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros((tile.block_q,), jnp.float32)
+    sums = [jnp.zeros((tile.block_q,), jnp.float32)] * 3 if scale_refs is not None else []
+    carry = jnp.zeros(q.shape, jnp.float32), sums
     seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
-    dq, dscale = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
+    dq, sums = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
     alive = (lse < jnp.inf) & (rows < geometry.q_length)
     store(dq_ref, jnp.where(alive[:, None], dq * scale.value, 0), inside, shape.D)
-    if dscale_ref is not None:
-        store(dscale_ref, jnp.where(alive, dscale, 0), inside)
+    for ref, x in zip(scale_refs or (), sums, strict=True):
+        store(ref, jnp.where(alive, x, 0), inside)
 
 
 def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spec, tile, shape):
@@ -135,7 +136,7 @@ def backward(
     )
     gradients = {}
     if "query" in leads or "scale" in leads:
-        gradients |= _query_gradients(residuals, operands, lead, leads, spec)
+        gradients |= _query_gradients(residuals, operands, lead, leads, spec, lse_ct)
     if "key" in leads or "value" in leads:
         gradients |= _key_value_gradients(residuals, operands, lead, leads, spec)
     dtypes = {"query": q.dtype, "key": k.dtype, "value": v.dtype, "scale": jnp.float32}
@@ -145,7 +146,7 @@ def backward(
     }
 
 
-def _query_gradients(residuals, operands, lead, leads, spec) -> dict[str, jax.Array]:
+def _query_gradients(residuals, operands, lead, leads, spec, lse_ct) -> dict[str, jax.Array]:
     """{"query": ..., and "scale" where wanted} with all leading dims."""
     shape = Shape.of(residuals.q, residuals.k, residuals.v, lead)
     tile = tile_for("dq", spec, residuals.q, residuals.k, residuals.v)
@@ -157,7 +158,8 @@ def _query_gradients(residuals, operands, lead, leads, spec) -> dict[str, jax.Ar
         return 0, h // shape.groups
 
     dq = _gradient(lead, residuals.q, leads.get("query"))
-    dscale = output((*lead, shape.H, shape.T), jnp.float32, residuals.q) if "scale" in leads else None
+    sums = output((*lead, shape.H, shape.T), jnp.float32, residuals.q)
+    n_sums = 3 if "scale" in leads else 0
     specs = Residuals(
         shape.rows(residuals.q, tile.block_q, None, place),
         shape.rows(residuals.k, None, None, whole),
@@ -173,17 +175,18 @@ def _query_gradients(residuals, operands, lead, leads, spec) -> dict[str, jax.Ar
             (shape.scalars(operands), specs),
             (
                 shape.rows(dq, tile.block_q, None, place),
-                None if dscale is None else shape.stats(dscale, tile.block_q, None, place),
+                [shape.stats(sums, tile.block_q, None, place)] * n_sums or None,
             ),
         ),
-        (flat_output(dq, 3), None if dscale is None else flat_output(dscale, 2)),
+        (flat_output(dq, 3), [flat_output(sums, 2)] * n_sums or None),
         tile,
         spec,
     )
-    dq_flat, dscale_flat = call(*_flattened(operands, residuals))
+    dq_flat, sums_flat = call(*_flattened(operands, residuals))
     found = {"query": dq_flat.reshape(dq.shape)}
-    if dscale is not None:
-        found["scale"] = dscale_flat.reshape(dscale.shape).sum((-1, -2))
+    if n_sums:
+        rows = scores.scale_gradient(*(x.reshape(sums.shape) for x in sums_flat), lse_ct)
+        found["scale"] = jnp.where(residuals.lse == -jnp.inf, 0, rows).sum((-1, -2))
     return found
 
 

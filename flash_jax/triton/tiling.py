@@ -11,9 +11,10 @@ from flash_jax.spec import AttentionSpec, BlockSizes
 PASSES = ("forward", "dq", "dkv")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
-# Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical specifications).
+# Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical
+# specifications).
 _SHARED_KIB = {"8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
-_SHARED_KIB_OTHER = 99  # 12.x, and what is not known yet
+_SHARED_KIB_OTHER = 99  # 12.x, what is not known yet, and programs exported for whatever GPU will run them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Tile:
     num_stages: int
 
 
-# (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the registers and
-# spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the row of 64.
+# (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the
+# registers and spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the
+# row of 64.
 _TABLE = {
     ("forward", 64, 2): Tile(128, 64, 4, 3),
     ("forward", 128, 2): Tile(128, 64, 4, 2),
@@ -37,38 +39,47 @@ _TABLE = {
     ("dq", 256, 2): Tile(64, 32, 4, 2),
     ("dkv", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(64, 64, 4, 2),
-    ("dkv", 256, 2): Tile(32, 64, 8, 1),
+    ("dkv", 256, 2): Tile(32, 64, 8, 2),
     ("forward", 64, 4): Tile(64, 32, 4, 2),
-    ("forward", 128, 4): Tile(64, 32, 8, 2),
-    ("forward", 256, 4): Tile(32, 32, 8, 1),
-    ("dq", 64, 4): Tile(32, 32, 4, 2),
+    ("forward", 128, 4): Tile(64, 32, 4, 2),
+    ("forward", 256, 4): Tile(16, 32, 8, 2),
+    ("dq", 64, 4): Tile(64, 32, 4, 2),
     ("dq", 128, 4): Tile(32, 32, 8, 2),
-    ("dq", 256, 4): Tile(16, 32, 8, 1),
+    ("dq", 256, 4): Tile(16, 16, 8, 1),
     ("dkv", 64, 4): Tile(32, 32, 4, 2),
     ("dkv", 128, 4): Tile(32, 32, 8, 2),
-    ("dkv", 256, 4): Tile(16, 32, 8, 1),
+    ("dkv", 256, 4): Tile(16, 16, 8, 1),
+}
+
+# The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
+# them, and have less shared memory.
+_TABLE_8 = {
+    ("forward", 128, 2): Tile(128, 64, 8, 3),
+    ("forward", 256, 2): Tile(64, 64, 8, 2),
+    ("dkv", 128, 2): Tile(64, 64, 8, 3),
+    ("forward", 128, 4): Tile(32, 32, 4, 2),
+    ("dq", 64, 4): Tile(32, 32, 4, 2),
 }
 
 
 def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> Tile:
     """The tile of pass `name` ("forward", "dq" or "dkv"): the user's sizes where given, else the table's, cut to fit.
 
-    A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where sizes
-    that the user gave do not fit the GPU's shared memory.
+    A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
+    sizes that the user gave do not fit the GPU's shared memory.
     """
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     itemsize = q.dtype.itemsize
-    row = _TABLE[name, max(64, *widths), itemsize]
+    device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
-    tile = dataclasses.replace(row, **chosen)
+    tile = dataclasses.replace(_row(capability, name, max(64, *widths), itemsize), **chosen)
     if "block_q" not in chosen:
         tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
     if "block_kv" not in chosen:
         tile = dataclasses.replace(tile, block_kv=min(tile.block_kv, padded(k.shape[-3])))
     if spec.interpret:
         return tile
-    device, capability = compat.gpu_description()
-    limit = _SHARED_KIB.get(capability or "9.0", _SHARED_KIB_OTHER) * 1024
+    limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
     needed = shared_bytes(name, tile, widths, itemsize)
     if needed > limit and chosen:
         smaller = _shrink(name, tile, widths, itemsize, limit)
@@ -80,17 +91,33 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     return _shrink(name, tile, widths, itemsize, limit)
 
 
+def _row(capability: str | None, name: str, width: int, itemsize: int) -> Tile:
+    """The table's row for a GPU."""
+    key = name, width, itemsize
+    return _TABLE_8.get(key, _TABLE[key]) if (capability or "").startswith("8.") else _TABLE[key]
+
+
 def padded(n: int) -> int:
     """n as Triton holds it: a power of two, at least 16."""
     return max(_MIN_BLOCK, 1 << math.ceil(math.log2(n))) if n > 1 else _MIN_BLOCK
 
 
 def shared_bytes(name: str, tile: Tile, widths: tuple[int, int], itemsize: int) -> int:
-    """Bytes of shared memory that a pass keeps: the tiles that stay, and `num_stages` of those that stream past."""
+    """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
+
+    The compile lane holds this against what the compiler asks for.
+    """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
-    staying = stay * (D if name == "forward" else D + Dv)
-    return (staying + tile.num_stages * stream * (D + Dv)) * itemsize
+    staying = stay * (D if name == "forward" else D + Dv) * itemsize
+    streaming = tile.num_stages * stream * (D + Dv) * itemsize
+    if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
+        staying *= 2
+    if name == "dkv":
+        streaming += (tile.num_stages + 1) * stream * 8  # lse and delta
+        if itemsize == 2 and tile.num_stages == 1:  # without a pipeline one of the two is kept in a second layout
+            streaming += stream * max(D, Dv) * itemsize
+    return staying + streaming
 
 
 def _shrink(name: str, tile: Tile, widths: tuple[int, int], itemsize: int, limit: int) -> Tile:
@@ -126,5 +153,6 @@ def check_block_sizes(spec: AttentionSpec) -> None:
             if value & (value - 1) or not low <= value <= high:
                 bounds = "from 1 to 16" if field == "num_warps" else f"of at least {_MIN_BLOCK}"
                 raise ValueError(
-                    f"`block_sizes`: {field} of the {name} pass must be a power of two {bounds} for 'triton'; got {value}."
+                    f"`block_sizes`: {field} of the {name} pass must be a power of two {bounds} for 'triton'; "
+                    f"got {value}."
                 )

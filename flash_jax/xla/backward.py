@@ -8,7 +8,7 @@ from flash_jax.compat import vary_like
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import scores, softmax
 from flash_jax.xla.forward import lift_scale
-from flash_jax.xla.loop import Plan, Tile, add_tile, product, sum_to
+from flash_jax.xla.loop import Plan, Tile, add_tile, broadcast_lead, product, sum_to
 
 
 def backward(
@@ -33,11 +33,12 @@ def backward(
     delta = plan.q_stats(softmax.delta(out, out_ct, lse, lse_ct))
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse))
 
+    lead = broadcast_lead((lse, 2), (out_ct, 3))
     shapes = {
         "query": lambda lead: (*lead, *q_rows.shape[-4:]),
         "key": lambda lead: plan.kv_shape(lead, k.shape[-1]),
         "value": lambda lead: plan.kv_shape(lead, v.shape[-1]),
-        "scale": lambda lead: lead,
+        "scale": lambda _: (3, *lead, *lse_rows.shape[-3:]),  # the sums that `scores.scale_gradient` takes
     }
     totals = {name: jnp.zeros(shapes[name](lead), dtype) for name, lead in leads.items()}
 
@@ -53,7 +54,8 @@ def backward(
         dp = product("...qkge,...ske->...kgqs", ct_tile, v_tile, spec)
         ds = p * (dp - plan.stat_tile(delta, tile)[..., None])
         if "scale" in totals:
-            totals["scale"] += sum_to((ds * qk).sum((-1, -2, -3, -4)), totals["scale"].shape)
+            sums = jnp.stack([x.sum(-1) for x in (ds * qk, ds, p * qk)])
+            totals["scale"] = add_tile(totals["scale"], sums, tile.row, -1)
         ds = (ds * scale.value).astype(q.dtype)
         if "query" in totals:
             dq = product("...kgqs,...skd->...qkgd", ds, k_tile, spec)
@@ -70,6 +72,11 @@ def backward(
         "query": lambda x: x[..., :T, :, :, :].reshape(*x.shape[:-4], T, *q.shape[-2:]).astype(q.dtype),
         "key": lambda x: x[..., :S, :, :].astype(k.dtype),
         "value": lambda x: x[..., :S, :, :].astype(v.dtype),
-        "scale": lambda x: x,
+        "scale": lambda x: _scale_total(x[..., :T].reshape(3, *lead, *lse.shape[-2:]), lse_ct, lse, leads["scale"]),
     }
     return {name: finish[name](x) for name, x in totals.items()}
+
+
+def _scale_total(sums, lse_ct, lse, lead):
+    rows = scores.scale_gradient(*sums, lse_ct)
+    return sum_to(jnp.where(lse == -jnp.inf, 0, rows).sum((-1, -2)), lead)
