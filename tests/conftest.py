@@ -11,6 +11,10 @@ def pytest_configure(config):
     expression = config.getoption("markexpr") or ""
     if "gpu" not in expression or "not gpu" in expression:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "compile" in expression and "not compile" not in expression:
+        from tests.support import compile_report
+
+        config.pluginmanager.register(compile_report)
     import jax
     import jax.experimental.pallas.tpu  # noqa: F401  (else a function in interpret mode compiles twice)
 

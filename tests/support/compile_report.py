@@ -1,0 +1,23 @@
+"""A pytest plugin for the compile lane: a table, at the end of the run, of what the compiler said of each kernel.
+
+A test hands its rows over with `record_property("kernel", row)`, which also works from the workers of pytest-xdist.
+"""
+
+import tests.support.gpu_compile  # noqa: F401  (asks the compiler for its report before anything loads the plugin)
+
+COLUMNS = ("kernel", "registers", "spilled bytes", "notes", "seconds")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints the table."""
+    reports = [r for group in terminalreporter.stats.values() for r in group if hasattr(r, "user_properties")]
+    rows = sorted({tuple(value) for r in reports for name, value in r.user_properties if name == "kernel"})
+    if not rows:
+        return
+    terminalreporter.section("what the compiler says")
+    cells = [COLUMNS, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    for row in cells:
+        terminalreporter.write_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
+    spilled = sum(row[2] != "0" for row in rows)
+    terminalreporter.write_line(f"{len(rows)} kernels, {spilled} with spills")

@@ -1,0 +1,138 @@
+"""Without a GPU: every entry of the tile table goes through the GPU's own compiler, for the A100 and the H200."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flash_jax
+from flash_jax import triton
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.triton import tiling
+from tests.support import gpu_compile
+
+pytestmark = pytest.mark.compile
+
+T = 1024
+HEADS = 2
+PASSES = {
+    "forward": "flash_attention_forward_kernel",
+    "dq": "flash_attention_dq_kernel",
+    "dkv": "flash_attention_dkv_kernel",
+}
+DTYPES = ("bfloat16", "float16", "float32")
+HEAD_DIMS = (32, 64, 128, 256, 40, 80, 192)
+# A kernel that spills waits for memory in its innermost loop. The table's entries stay below these bytes a thread; a
+# change of a kernel (or of the compiler) that needs more is worth another look.
+MAX_SPILLED = {"bfloat16": 512, "float16": 512, "float32": 2048}
+
+a_target = pytest.mark.parametrize("target", gpu_compile.TARGETS, ids=lambda target: target.name.split()[-1])
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def gradients(**options):
+    """The function (query, key, value) -> all three gradients of an output and its log-sum-exp."""
+
+    def loss(q, k, v):
+        out, lse = flash_jax.flash_attention(q, k, v, return_lse=True, implementation="triton", **options)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def check_and_record(compiled, label, limit, record_property):
+    """The three kernels were compiled, none spills beyond the limit; the terminal summary shows them."""
+    kernels = {kernel.name: kernel for kernel in compiled.kernels}
+    assert set(PASSES.values()) <= set(kernels)
+    for name, kernel_name in PASSES.items():
+        kernel = kernels[kernel_name]
+        row = (label.format(name), str(kernel.registers), str(kernel.spills), " ".join(kernel.notes))
+        record_property("kernel", (*row, f"{compiled.seconds:.1f} for all three"))
+    assert {name: kernels[kernel].spills for name, kernel in PASSES.items() if kernels[kernel].spills > limit} == {}
+
+
+@a_target
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_causal(head_dim, dtype, target, record_property):
+    x = struct(1, T, HEADS, head_dim, dtype=dtype)
+    compiled = gpu_compile.compile_for(target, gradients(causal=True), x, x, x)
+    label = f"{target.name} D{head_dim} {dtype} causal {{}}"
+    check_and_record(compiled, label, MAX_SPILLED[dtype], record_property)
+
+
+@a_target
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_full(head_dim, dtype, target, record_property):
+    x = struct(1, T, HEADS, head_dim, dtype=dtype)
+    compiled = gpu_compile.compile_for(target, gradients(), x, x, x)
+    check_and_record(compiled, f"{target.name} D{head_dim} {dtype} full {{}}", MAX_SPILLED[dtype], record_property)
+
+
+@a_target
+@pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
+def test_float32_at_other_precisions(precision, target, record_property):
+    x = struct(1, T, HEADS, 64, dtype="float32")
+    compiled = gpu_compile.compile_for(target, gradients(causal=True, precision=precision), x, x, x)
+    label = f"{target.name} D64 float32 {precision} causal {{}}"
+    check_and_record(compiled, label, MAX_SPILLED["float32"], record_property)
+
+
+@a_target
+def test_everything_at_once(target, record_property):
+    """Ragged lengths, a window, grouped heads, Dv != D and arrays of lengths: three loops, every mask."""
+
+    def run(q, k, v, lengths):
+        return gradients(causal=True, window=(300, 0), q_lengths=lengths, kv_lengths=lengths)(q, k, v)
+
+    q, k, v = struct(2, 1000, 8, 80), struct(2, 900, 2, 80), struct(2, 900, 2, 128)
+    compiled = gpu_compile.compile_for(target, run, q, k, v, struct(2, dtype="int32"))
+    check_and_record(compiled, f"{target.name} D80 bfloat16 all options {{}}", MAX_SPILLED["bfloat16"], record_property)
+
+
+# Shared memory: what the table's check counts with, against what the compiler asks for.
+
+
+def shared_bytes(name, head_dim, dtype, target, sizes=None):
+    """What the compiler asks for in one pass of a causal call."""
+    spec = AttentionSpec(scale=0.1, causal=True, q_length=T, kv_length=T, implementation="triton", block_sizes=sizes)
+    x, stats = struct(1, T, HEADS, head_dim, dtype=dtype), struct(1, HEADS, T, dtype="float32")
+    if name == "forward":
+        return gpu_compile.shared_bytes(target, lambda q, k, v: triton.forward(q, k, v, Operands(), spec), x, x, x)
+    leads = {"query": (1,)} if name == "dq" else {"key": (1,), "value": (1,)}
+
+    def run(q, k, v, out, lse, out_ct):
+        return triton.backward((q, k, v, Operands()), out, lse, out_ct, None, leads, spec)
+
+    return gpu_compile.shared_bytes(target, run, x, x, x, x, stats, x)
+
+
+def estimate(name, head_dim, dtype, sizes, gpu):
+    """What `tiling` counts for the tile that it gives to that call on a GPU of this name."""
+    spec = AttentionSpec(block_sizes=sizes)
+    x = struct(1, T, HEADS, head_dim, dtype=dtype)
+    with gpu_compile.lowering_for(gpu):
+        tile = tiling.tile_for(name, spec, x, x, x)
+    return tiling.shared_bytes(name, tile, (tiling.padded(head_dim),) * 2, jnp.dtype(dtype).itemsize)
+
+
+@a_target
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", PASSES)
+def test_shared_memory_is_no_more_than_counted(name, head_dim, dtype, target):
+    asked = shared_bytes(name, head_dim, dtype, target)
+    assert 0 < asked <= estimate(name, head_dim, dtype, None, target.name) <= target.shared_memory
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_the_check_refuses_would_not_fit(name, monkeypatch):
+    target, sizes = gpu_compile.H200, flash_jax.BlockSizes(block_q=128, block_kv=128, num_warps=8, num_stages=4)
+    with pytest.raises(ValueError, match="227 KiB"):
+        shared_bytes(name, 128, "bfloat16", target, sizes)
+    monkeypatch.setitem(tiling._SHARED_KIB, "9.0", 1000)
+    counted = estimate(name, 128, "bfloat16", sizes, target.name)
+    assert target.shared_memory < shared_bytes(name, 128, "bfloat16", target, sizes) <= counted
