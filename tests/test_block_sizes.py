@@ -1,7 +1,6 @@
 """Tile sizes change speed alone: any sizes, and each of the table's, give one function; what cannot fit is refused."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -64,48 +63,6 @@ def test_every_row_of_the_table(row):
         check(values_and_gradients(causal=True), with_sizes("triton", None), c.arrays(), c.cotangents())
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
-def test_the_table_fits_every_gpu(capability, monkeypatch):
-    """Case G03: no head dim, dtype or pass needs more shared memory than the GPU has."""
-    monkeypatch.setattr(tiling.compat, "gpu_description", lambda: ("a GPU", capability))
-    limit = tiling._SHARED_KIB.get(capability, tiling._SHARED_KIB_OTHER) * 1024
-    for name, dim, dtype in itertools.product(
-        tiling.PASSES, (1, 40, 64, 96, 128, 192, 256), (jnp.bfloat16, jnp.float32)
-    ):
-        x = jax.ShapeDtypeStruct((1, 4096, 2, dim), dtype)
-        tile = tiling.tile_for(name, flash_jax.spec.AttentionSpec(), x, x, x)
-        widths = (tiling.padded(dim),) * 2
-        assert tiling.shared_bytes(name, tile, widths, x.dtype.itemsize) <= limit
-        assert tile.block_q >= 16 and tile.block_kv >= 16 and tile.num_stages >= 1
-
-
-def lowered_for_gpu(shape, dtype, sizes, gradient=False):
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    call = with_sizes("triton", sizes)
-    function = jax.grad(lambda *y: call(*y).astype(jnp.float32).sum(), argnums=(0, 1, 2)) if gradient else call
-    return jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",))
-
-
-def test_too_large_for_the_gpu():
-    """The text says what is needed, what there is, and sizes that fit, which then do."""
-    shape, sizes = (1, 1024, 2, 256), BlockSizes(block_q=256, block_kv=256, num_stages=4)
-    with pytest.raises(ValueError) as error:
-        lowered_for_gpu(shape, jnp.float32, sizes)
-    text = str(error.value)
-    assert text.startswith("`block_sizes` for the forward pass needs about 2304 KiB of shared memory, and ")
-    assert " has 227 KiB; try block_q=" in text
-    numbers = {
-        name: int(text.split(f"{name}=")[1].split(",")[0].rstrip(".")) for name in ("block_q", "block_kv", "num_stages")
-    }
-    lowered_for_gpu(shape, jnp.float32, BlockSizes(**numbers))
-
-
-def test_too_large_for_the_gpu_in_a_backward_pass():
-    sizes = BlockSizes(dkv=BlockSizes(block_q=256, block_kv=256))
-    with pytest.raises(ValueError, match=r"`block_sizes` for the dkv pass needs about \d+ KiB of shared memory"):
-        lowered_for_gpu((1, 1024, 2, 256), jnp.bfloat16, sizes, gradient=True)
-
-
 @pytest.mark.parametrize(
     "sizes, text",
     [
@@ -151,8 +108,3 @@ def test_nested_sizes_must_be_sizes():
 
 def test_sizes_are_values():
     assert BlockSizes(block_q=64) == BlockSizes(block_q=64) and len({BlockSizes(), BlockSizes()}) == 1
-
-
-def test_sizes_are_a_pure_function_of_the_call():
-    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    assert lowered_for_gpu(x.shape, x.dtype, None).as_text() == lowered_for_gpu(x.shape, x.dtype, None).as_text()

@@ -77,11 +77,10 @@ def test_head_dim_zero():
     )
 
 
-@pytest.mark.parametrize("window", [(-1, 3), (3, -1), (1,), (1, 2, 3), 5, "ab"], ids=str)
+@pytest.mark.parametrize("window", [(-1, 3), (3, -1), (1,), (1, 2, 3), 5, "ab"], ids=repr)
 def test_window_values(window):
-    kind = TypeError if window == "ab" else ValueError
     expected = f"`window` must be a pair of non-negative ints or None; got {window!r}. Use None for an unbounded side."
-    assert raised(kind, window=window) == expected
+    assert raised(ValueError, window=window) == expected
 
 
 @pytest.mark.parametrize(

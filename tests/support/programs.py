@@ -1,7 +1,7 @@
 """The functions of an attention that the tests compare.
 
-A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a pytree
-of results: so the same program runs with the implementation under test, with the oracle and with plain attention.
+A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a
+pytree of results: so one program runs with the implementation under test, with the oracle and with plain attention.
 """
 
 import functools
