@@ -6,6 +6,15 @@
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
 # number of cores less two where that is smaller). PYTHON is the interpreter (default: python3). Exits with 1 if a part failed.
 set -u
+for name in "$@"; do
+    case $name in
+    smoke | grid | options | extremes | speed | sweep | train) ;;
+    *)
+        echo "gpu_call.sh: there is no part '$name'" >&2
+        exit 2
+        ;;
+    esac
+done
 cd "$(dirname "$0")/.." || exit 1
 out=${OUT:-out}
 python=${PYTHON:-python3}
@@ -58,10 +67,6 @@ for name in "$@"; do
     speed) part speed 300 "$python -m benchmarks.speed --json '$out/speed.json'" ;;
     sweep) part sweep 420 "$python -m benchmarks.sweep --seconds ${SWEEP_SECONDS:-330} --json '$out/sweep.json'" ;;
     train) part train 400 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
-    *)
-        echo "gpu_call.sh: there is no part '$name'" >&2
-        exit 2
-        ;;
     esac
 done
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu,memory.used --format=csv,noheader 2>/dev/null
