@@ -1,7 +1,7 @@
 """Everything that depends on JAX's version or on names that JAX does not promise to keep.
 
-No other file of flash_jax asks for a version or imports ``jax._src``; ``tests/test_compat.py`` checks each entry on every
-supported version.
+No other file of flash_jax asks for a version or imports ``jax._src``; ``tests/test_compat.py`` checks each entry on
+every supported version.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ MINIMUM_JAX = (0, 10, 2)
 
 if jax.__version_info__ < MINIMUM_JAX:
     raise ImportError(
-        f"flash_jax needs jax >= {'.'.join(map(str, MINIMUM_JAX))}; found jax {jax.__version__}. Run `pip install -U jax`."
+        f"flash_jax needs jax >= {'.'.join(map(str, MINIMUM_JAX))}; found jax {jax.__version__}. "
+        "Run `pip install -U jax`."
     )
 
 
@@ -33,8 +34,8 @@ def quiet_triton_lowering() -> Iterator[None]:
 def gpu_description() -> tuple[str, str | None]:
     """(device name, compute capability such as "9.0" or None where unknown) of the GPU that is being lowered for.
 
-    The abstract mesh's device wins (cross-compilation); else the first CUDA device of this process; on a machine without
-    one (``jax.export``, ahead-of-time compilation) the capability is unknown.
+    The abstract mesh's device wins (cross-compilation); else the first CUDA device of this process; on a machine
+    without one (``jax.export``, ahead-of-time compilation) the capability is unknown.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and getattr(abstract, "platform", "cuda") in ("cuda", "gpu"):
@@ -48,8 +49,8 @@ def gpu_description() -> tuple[str, str | None]:
 
 # Names by which JAX's abstract devices call the GPUs that have another compute capability than their siblings.
 _CAPABILITY_BY_NAME = (
-    ("A100", "8.0"), ("A30", "8.0"), ("A10", "8.6"), ("A40", "8.6"), ("RTX 30", "8.6"), ("L4", "8.9"), ("RTX 40", "8.9"),
-    ("H100", "9.0"), ("H200", "9.0"), ("GH200", "9.0"), ("B200", "10.0"), ("GB200", "10.0"),
+    ("A100", "8.0"), ("A30", "8.0"), ("A10", "8.6"), ("A40", "8.6"), ("RTX 30", "8.6"),
+    ("L4", "8.9"), ("RTX 40", "8.9"), ("H100", "9.0"), ("H200", "9.0"), ("GH200", "9.0"), ("B200", "10.0"), ("GB200", "10.0"),
     ("V100", "7.0"), ("T4", "7.5"), ("RTX 20", "7.5"), ("P100", "6.0"),
 )  # fmt: skip
 
@@ -72,7 +73,7 @@ def shape_like(shape: tuple[int, ...], dtype, like: jax.Array | jax.ShapeDtypeSt
 
 
 def vary_like(tree, *others):
-    """`tree` (say, zeros that start a loop) with its arrays marked as varying over the manual axes of any array in `others`."""
+    """`tree` (say, zeros that start a loop) with its arrays marked as varying over all manual axes that `others` do."""
     types = [manual_axis_type(x) for x in jax.tree.leaves(others)]
     if not types or any(t is None for t in types):
         return tree

@@ -1,12 +1,13 @@
 """The primitives: `forward`, its linear `tangent`, and `backward`, the transpose of `tangent`.
 
-`forward` gives (out, lse). Its jvp binds `tangent`, whose transpose binds `backward`: so grad never runs the tangent pass, jvp
-has a fused one, and any nesting of the two works. `tangent` and `backward` take out and lse as independent inputs, so that
-their own derivatives are again sums over tiles; those run the differentiable code of xla/.
+`forward` gives (out, lse). Its jvp binds `tangent`, whose transpose binds `backward`: so grad never runs the tangent
+pass, jvp has a fused one, and any nesting of the two works. `tangent` and `backward` take out and lse as independent
+inputs, so that their own derivatives are again sums over tiles; those run the differentiable code of xla/.
 
-Conventions. A primitive takes the leaves of (query, key, value, Operands) and then arrays of its own. Every array has the same
-number of leading (batch) dims, each of the full size or 1: vmap moves a mapped axis to the front and gives what is not mapped
-a size-1 dim, never a copy. Names of differentiable inputs are "query", "key", "value" and fields of Operands.
+Conventions. A primitive takes the leaves of (query, key, value, Operands) and then arrays of its own. Every array has
+the same number of leading (batch) dims, each of the full size or 1: vmap moves a mapped axis to the front and gives
+what is not mapped a size-1 dim, never a copy. Names of differentiable inputs are "query", "key", "value" and fields of
+Operands.
 """
 
 import functools
@@ -85,7 +86,6 @@ def _own_shape(x, name: str) -> tuple[int, ...]:
 
 def _gradient_leads(args, tree, wanted) -> dict[str, tuple[int, ...]]:
     """Leading dims of each wanted gradient: the full size where it keeps the dim, else 1 (summed over)."""
-    n = tree.num_leaves
     ranks = [*_primal_ranks(tree), 3, 2, 3, 2]
     lead = _lead(zip(args, ranks[: len(args)], strict=True))
     return {name: tuple(m if keep else 1 for m, keep in zip(lead, keeps, strict=True)) for name, keeps in wanted}
@@ -182,8 +182,8 @@ _backward_p = _primitive("flash_attention_backward", _backward_shapes, _run_back
 
 
 def _forward_jvp(primals, tangents, *, tree, spec):
-    # Named here, on the values that both the caller and the tangent (so the backward pass) use: a checkpoint policy that
-    # saves the names then saves running forward again.
+    # Named here, on the values that both the caller and the tangent (so the backward pass) use: a checkpoint policy
+    # that saves the names then saves running forward again.
     out, lse = _forward_p.bind(*primals, tree=tree, spec=spec)
     out, lse = checkpoint_name(out, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
     live = [(name, t) for name, t in zip(_names(tree), tangents, strict=True) if type(t) is not ad.Zero]

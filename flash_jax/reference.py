@@ -13,7 +13,7 @@ from flash_jax.spec import AttentionSpec, Operands
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [..., T, H, Dv] in query's dtype, lse [..., H, T] float32) of query [..., T, H, D], key and value [..., S, K, D/Dv].
+    """(out [..., T, H, Dv] in query's dtype, lse [..., H, T] float32) of query, key and value.
 
     Scores, probabilities and sums are float32 (float64 for float64 inputs), products at the highest precision.
     """
@@ -36,7 +36,8 @@ def attention(
     scores = scores.reshape(*scores.shape[:-4], H, T, S) * _scale(operands, spec, dtype)
     scores = jnp.where(allowed, scores, -jnp.inf)
 
-    # A dead row gets harmless scores here and its true values (0 and -inf) at the end, so that no derivative meets a NaN.
+    # A dead row gets harmless scores here and its true values (0 and -inf) at the end, so that no derivative meets a
+    # NaN.
     scores = jnp.where(dead_query[..., None], 0, scores)
     lse = jax.nn.logsumexp(scores, axis=-1) if S else jnp.zeros(scores.shape[:-1], dtype)  # [..., H, T]
     p = jnp.exp(scores - lse[..., None])
@@ -70,7 +71,7 @@ def _allowed(T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Arr
 
 
 def _lift(array, otherwise):
-    """A per-example array [...] as [..., 1, 1, 1], so that it meets [..., H, T, S]; or the static value where it is None."""
+    """A per-example array [...] as [..., 1, 1, 1], so that it meets [..., H, T, S]; the static value where None."""
     return otherwise if array is None else array[..., None, None, None]
 
 

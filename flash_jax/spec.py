@@ -23,7 +23,8 @@ class BlockSizes:
       dkv: sizes for the pass that computes key and value gradients; None means the table's.
 
     The four numbers hold for the forward pass, and for both backward passes where `dq` and `dkv` are None. `xla` reads
-    `block_q` and `block_kv` only, where any positive size is right. Raises ValueError where a number is not one of the above.
+    `block_q` and `block_kv` only, where any positive size is right. Raises ValueError where a number is not one of the
+    above.
 
     Example:
       >>> BlockSizes(block_q=64, block_kv=64, dkv=BlockSizes(block_q=32, block_kv=64, num_warps=8))
@@ -53,9 +54,9 @@ block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
 class AttentionSpec:
     """Every static choice of a call, hashable, the one static parameter of the primitives.
 
-    `scale`, `q_offset`, `q_length` and `kv_length` are None where the value is an array in `Operands`; for `q_offset` None
-    in both places means the default, kv length minus query length. `precision` is one of "ieee", "x3" and "tf32": how
-    float32 operands are multiplied.
+    `scale`, `q_offset`, `q_length` and `kv_length` are None where the value is an array in `Operands`; for `q_offset`
+    None in both places means the default, kv length minus query length. `precision` is one of "ieee", "x3" and "tf32":
+    how float32 operands are multiplied.
     """
 
     scale: float | None = None
@@ -100,9 +101,9 @@ _interpret = contextvars.ContextVar("flash_jax_interpret", default=False)
 def interpret_mode() -> Iterator[None]:
     """Within this context, calls that name a GPU implementation run it in Pallas interpret mode, on any platform.
 
-    Meant for tests on machines without a GPU: the kernel's own code runs, slowly, as XLA operations. The mode is read when
-    a call is traced and stays with what was traced, so a function that was jitted inside keeps it, and one that was already
-    traced outside is not affected.
+    Meant for tests on machines without a GPU: the kernel's own code runs, slowly, as XLA operations. The mode is read
+    when a call is traced and stays with what was traced, so a function that was jitted inside keeps it, and one that
+    was already traced outside is not affected.
 
     Example:
       >>> import jax.numpy as jnp, flash_jax

@@ -16,7 +16,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three as arrays, after checking dtypes and shapes against `[..., T, H, D]`, `[..., S, K, D]`, `[..., S, K, Dv]`."""
+    """The three as arrays, their dtypes agreeing, of shapes `[..., T, H, D]`, `[..., S, K, D]` and `[..., S, K, Dv]`."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if not isinstance(x, (jax.Array, np.ndarray)):
@@ -29,8 +29,8 @@ def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple
             raise ValueError(f"`{name}` must have shape [..., length, heads, head_dim]; got {x.shape}.")
     if q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            "`query` [..., T, H, D], `key` [..., S, K, D] and `value` [..., S, K, Dv] must agree in batch dims, S, K and D; "
-            f"got {shapes}.{_swap_hint(q, k, v)}"
+            "`query` [..., T, H, D], `key` [..., S, K, D] and `value` [..., S, K, Dv] must agree in batch dims, S, K "
+            f"and D; got {shapes}.{_swap_hint(q, k, v)}"
         )
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 and heads > 0 or kv_heads and heads % kv_heads:
@@ -59,7 +59,7 @@ def _dtypes_agree(named: dict[str, ArrayLike]) -> None:
 
 
 def _swap_hint(*arrays: jax.Array) -> str:
-    """Says so if the shapes would agree with the length and heads dims swapped: the layout [batch, heads, length, dim]."""
+    """Says so if the shapes would agree with the length and heads dims swapped: [batch, heads, length, dim]."""
     q, k, v = (x.shape[:-3] + (x.shape[-2], x.shape[-3], x.shape[-1]) for x in arrays)
     agree = q[:-3] == k[:-3] and k[:-1] == v[:-1] and q[-1] == k[-1] and k[-2] and q[-2] % k[-2] == 0
     if not agree:
@@ -111,7 +111,7 @@ def window(value: Band | None) -> Band | None:
 
 
 def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]) -> int | jax.Array | None:
-    """An int, or an int32 array with the batch's rank whose dims are the batch's or 1, for the argument called `name`."""
+    """An int, or an int32 array of the batch's rank with the batch's dims or 1, for the argument called `name`."""
     if value is None or isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         if value is not None and not -(2**31) <= value < 2**31:
             raise ValueError(f"`{name}` must fit in 32 bits; got {value}.")
@@ -152,7 +152,7 @@ _PRECISIONS = {
 
 
 def precision(value: object) -> str:
-    """`precision=`, or where it is None `jax.default_matmul_precision`, as "ieee", "x3" or "tf32"; "x3" where both are None."""
+    """`precision=`, else `jax.default_matmul_precision`, as "ieee", "x3" or "tf32"; "x3" where both are None."""
     source = "`precision`"
     if value is None:
         value = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,7 +91,10 @@ def kv_range(row: Int, block_q: int, block_kv: int, geometry: Geometry, spec: At
 
 
 def q_range(col: Int, block_q: int, block_kv: int, geometry: Geometry, spec: AttentionSpec) -> TileRange:
-    """The query tiles that attend the key/value tile starting at `col`; full where every row attends every key before kv length."""
+    """The query tiles that attend the key/value tile starting at `col`.
+
+    Full where every row attends every key of the tile that is not past the key/value length.
+    """
     left, right = spec.band
     last = _min(col + block_kv, geometry.kv_length) - 1
     first_row, stop_row, first_full, stop_full = 0, geometry.q_length, 0, geometry.q_length
@@ -138,7 +141,7 @@ def _tiles(start: Int, stop: Int, full_start: Int, full_stop: Int, block: int) -
     if not (isinstance(full_start, int) and full_start == 0):  # 0: nothing is cut off before the first tile
         full_first = _min(_max(_floor_div(full_start + block - 1, block), first), end)
     full_end = _floor_div(_max(full_stop, 0), block)
-    if isinstance(full_end, int) and isinstance(stop_tile, int) and full_end == stop_tile:  # no tile is cut off at the end
+    if isinstance(full_end, int) and isinstance(stop_tile, int) and full_end == stop_tile:  # none is cut off at the end
         return TileRange(first, full_first, end, end)
     full_end = _min(_max(full_end, full_first), end)
     return TileRange(first, full_first, full_end, end)

@@ -1,9 +1,9 @@
 """The score of a tile, in the units in which the softmax works.
 
-Online softmax takes `raw` scores and a `multiplier` >= 0 such that raw * multiplier is the score in base 2, and evaluates
-exp2((raw - max) * multiplier). Subtracting before multiplying keeps the largest entry of a row at exactly exp2(0), however
-large the scores: with the product first, a compiler may fuse multiply and subtract, so that the score and the row's maximum
-round differently and a score of 1e11 overflows.
+Online softmax takes `raw` scores and a `multiplier` >= 0 such that raw * multiplier is the score in base 2, and
+evaluates exp2((raw - max) * multiplier). Subtracting before multiplying keeps the largest entry of a row at exactly
+exp2(0), however large the scores: with the product first, a compiler may fuse multiply and subtract, so that the score
+and the row's maximum round differently and a score of 1e11 overflows.
 """
 
 import math
@@ -17,7 +17,8 @@ from flash_jax.spec import AttentionSpec, Operands
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
-# In place of a scale of 0, so that a masked raw score of -inf stays -inf when multiplied. exp2 of anything times it is 1.
+# In place of a scale of 0, so that a masked raw score of -inf stays -inf when multiplied; exp2 of any other times it is
+# 1.
 _TINY = 1e-37
 
 
@@ -47,8 +48,8 @@ def probability(
       lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
       scale: of the call.
       allowed: bool like `product`; None where every entry is allowed.
-      dtype: of the inputs. For 16-bit ones both terms are brought to base 2 beforehand, which leaves a multiply-add for each
-        entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
+      dtype: of the inputs. For 16-bit ones both terms are brought to base 2 beforehand, which leaves a multiply-add for
+        each entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
     """
     if jnp.dtype(dtype).itemsize < 4:
         score = product * (scale.value * LOG2_E) - lse * LOG2_E
@@ -60,8 +61,9 @@ def probability(
 def scale_gradient(ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
     """[..., H, T]: each row's part of the scale's gradient, sum_j ds_ij (q_i . k_j), from three sums over the row.
 
-    The sum of ds over a row is the cotangent of its lse (0 without one). What it falls short by comes from delta, which is computed
-    from an output that was rounded to 16 bits, and would enter here times the mean of q . k; so that much is taken off.
+    The sum of ds over a row is the cotangent of its lse (0 without one). What it falls short by comes from delta, which
+    is computed from an output that was rounded to 16 bits, and would enter here times the mean of q . k; so that much
+    is taken off.
 
     Args:
       ds_qk, ds, p_qk: [..., H, T], sums over j of ds_ij (q_i . k_j), ds_ij and p_ij (q_i . k_j).

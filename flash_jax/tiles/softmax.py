@@ -14,12 +14,14 @@ def step(
 
     Args:
       raw: [..., block_q, block_kv] raw scores (see tiles/scores.py), -inf where masked.
-      row_max, row_sum: [..., block_q] of the tiles so far: largest raw score, and sum of the probabilities relative to it.
+      row_max, row_sum: [..., block_q] of the tiles so far: largest raw score, and sum of the probabilities relative to
+        it.
       multiplier: raw * multiplier is the score in base 2; broadcasts against `raw`.
       masked: whether a row may so far be without keys, so that its maximum is -inf.
 
     Returns:
-      p [..., block_q, block_kv], the factor [..., block_q] by which earlier sums shrink, and the new row_max and row_sum.
+      p [..., block_q, block_kv], the factor [..., block_q] by which earlier sums shrink, and the new row_max and
+      row_sum.
     """
     new_max = jnp.maximum(row_max, raw.max(axis=-1))
     # A row without keys so far: measured from 0 instead, exp2(-inf - 0) is the 0 that it should be, and not NaN.

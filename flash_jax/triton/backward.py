@@ -1,4 +1,4 @@
-"""Backward kernels: one for query gradients, one for key and value gradients. No atomics, so the same bits on every run."""
+"""Backward kernels: one for query gradients, one for key and value gradients; no atomics."""
 
 import functools
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, scale_refs, *, 
     """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
 
     One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
-    `scale_refs` (None where not wanted) take the three sums over each row of which `scores.scale_gradient` makes the scale's.
+    `scale_refs` (None where not wanted) take the three sums over each row of which `scores.scale_gradient` makes the
+    scale's.
     """
     operands = read(operands)
     geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
@@ -69,10 +70,11 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, scale_refs, *, 
 
 
 def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spec, tile, shape):
-    """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i (algorithm 2, lines 11-16), over all rows and query heads.
+    """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
 
-    One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles stream
-    past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K, examples).
+    One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
+    stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
+    examples).
     """
     operands = read(operands)
     geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
@@ -126,7 +128,7 @@ def backward(
     leads: dict[str, tuple[int, ...]],
     spec: AttentionSpec,
 ) -> dict[str, jax.Array]:
-    """Gradients of the inputs named in `leads`, each with the leading dims given there; launches only what they need."""
+    """Gradients of the inputs named in `leads`, with the leading dims given there; launches only what they need."""
     q, k, v, operands = primals
     delta = softmax.delta(out, out_ct, lse, lse_ct)
     residuals = Residuals(q, k, v, out_ct.astype(q.dtype), lse, delta)

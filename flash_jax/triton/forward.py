@@ -13,16 +13,16 @@ from flash_jax.triton.launch import Shape, dot, flat, launch, load, output, over
 from flash_jax.triton.tiling import Tile, tile_for
 
 
-def flash_attention_forward_kernel(operands, q_ref, k_ref, v_ref, out_ref, lse_ref, *, spec, tile, shape):
+def flash_attention_forward_kernel(operands, inputs, out_ref, lse_ref, *, spec, tile, shape):
     """O = softmax(scale Q K^T) V and L = log-sum-exp of the scores (Dao, "FlashAttention-2", 2023, algorithm 1).
 
-    One program computes block_q rows of one head of one example. Q_i, the accumulator of O_i and the running maximum m and sum
-    l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T,
+    One program computes block_q rows of one head of one example. Q_i, the accumulator of O_i and the running maximum m
+    and sum l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T,
         m' = max(m, rowmax S),  P = exp(S - m'),  l = exp(m - m') l + rowsum P,  O = exp(m - m') O + P V_j,
-    and O is divided by l once, at the end. Grid: (query tiles, H, examples). Tiles that need a mask run before those that do
-    not; tiles with nothing visible are not visited.
+    and O is divided by l once, at the end. Grid: (query tiles, H, examples). Tiles that need a mask run before those
+    that do not; tiles with nothing visible are not visited.
     """
-    operands = read(operands)
+    operands, (q_ref, k_ref, v_ref) = read(operands), inputs
     geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
     scale = scores.split_scale(spec, operands)
     row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
@@ -61,7 +61,7 @@ def flash_attention_forward_kernel(operands, q_ref, k_ref, v_ref, out_ref, lse_r
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):
-    """The query tile of a program: the heaviest first (a later row sees more keys), so that the last to finish are light."""
+    """The query tile of a program: the heaviest first (a later row sees more keys), so that the last ones are light."""
     last = pl.cdiv(shape.T, tile.block_q) - 1
     return program if spec.band[1] is None else last - program
 
@@ -89,9 +89,11 @@ def forward(
         (
             (
                 shape.scalars(operands),
-                shape.rows(q, tile.block_q, None, place),
-                shape.rows(k, None, None, whole),
-                shape.rows(v, None, None, whole),
+                (
+                    shape.rows(q, tile.block_q, None, place),
+                    shape.rows(k, None, None, whole),
+                    shape.rows(v, None, None, whole),
+                ),
             ),
             (shape.rows(out, tile.block_q, None, place), shape.stats(lse, tile.block_q, None, place)),
         ),
@@ -99,7 +101,7 @@ def forward(
         tile,
         spec,
     )
-    out_flat, lse_flat = call(jax.tree.map(lambda x: flat(x, 0), operands), *(flat(x, 3) for x in arrays))
+    out_flat, lse_flat = call(jax.tree.map(lambda x: flat(x, 0), operands), tuple(flat(x, 3) for x in arrays))
     return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels share: how arrays are cut into blocks for a grid of programs, ragged loads and stores, products, loops."""
+"""What the kernels share: blocks of arrays for a grid of programs, ragged loads and stores, products, loops."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ Struct = jax.Array | jax.ShapeDtypeStruct
 class Shape:
     """The sizes of one call, and the block specs that follow from them; the grid is (tiles, heads, examples).
 
-    `lead` are the full leading dims, flattened into examples; an operand whose own leading dims are of size 1 in places is
-    read in place by index, not copied.
+    `lead` are the full leading dims, flattened into examples; an operand whose own leading dims are of size 1 in places
+    is read in place by index, not copied.
     """
 
     lead: tuple[int, ...]
@@ -60,7 +60,7 @@ class Shape:
         return _product(self.lead)
 
     def example(self, own: tuple[int, ...]) -> Callable[[Int], Int]:
-        """Maps an example of the grid to the index of its data in an operand whose leading dims are `own`, flattened."""
+        """Maps an example of the grid to the index of its data in an operand with leading dims `own`, flattened."""
         if own == self.lead:
             return lambda b: b
         if _product(own) == 1:

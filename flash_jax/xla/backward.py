@@ -23,7 +23,8 @@ def backward(
     """Gradients of the inputs named in `leads` (FlashAttention-2, algorithm 2), each with the leading dims given there.
 
     With p = exp(s - lse) and ds = p * (out_ct v^T - delta): dv = p^T out_ct, dq = scale ds k, dk = scale ds^T q and
-    dscale = sum of ds * (q k^T). `out` and `lse` are independent inputs, so the whole is a sum over tiles in all of them.
+    dscale = sum of ds * (q k^T). `out` and `lse` are independent inputs, so the whole is a sum over tiles in all of
+    them.
     """
     q, k, v, operands = primals
     plan = Plan.of(q, k, operands, spec)

@@ -1,8 +1,9 @@
 """The loop over visible pairs of tiles, and how full arrays are cut into tiles.
 
-A tile keeps the batch and all heads whole, so each step is a few batched matrix products. Arrays are laid out by head group:
-queries [..., T, K, G, D] with G = H // K, keys [..., S, K, D], scores of a tile [..., K, G, block_q, block_kv]. Leading dims
-stay as they are; a size-1 dim (an operand that is not mapped under vmap) meets a full one by broadcasting within a tile.
+A tile keeps the batch and all heads whole, so each step is a few batched matrix products. Arrays are laid out by head
+group: queries [..., T, K, G, D] with G = H // K, keys [..., S, K, D], scores of a tile [..., K, G, block_q, block_kv].
+Leading dims stay as they are; a size-1 dim (an operand that is not mapped under vmap) meets a full one by broadcasting
+within a tile.
 """
 
 import dataclasses
@@ -112,8 +113,9 @@ class Plan:
     def scan(self, body: Callable[[Any, Tile], Any], carry: Any) -> Any:
         """Runs `carry = body(carry, tile)` over all visible pairs of tiles.
 
-        The trip count is static and the body's intermediates are recomputed rather than stored, so JAX can differentiate the
-        loop of a sum in linear memory. Pairs are known now where the geometry is static; otherwise each is asked about.
+        The trip count is static and the body's intermediates are recomputed rather than stored, so JAX can
+        differentiate the loop of a sum in linear memory. Pairs are known now where the geometry is static; otherwise
+        each is asked about.
         """
         static = all(isinstance(x, int) for x in dataclasses.astuple(self.geometry))
         full, partial = self._static_pairs() if static else ([], self._all_pairs())
@@ -155,14 +157,14 @@ class Plan:
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """einsum that sums in float32 (float64 for float64 inputs), float32 operands at the precision that the call asks for."""
+    """einsum summed in float32 (float64 for float64 inputs), with float32 operands at the precision of the call."""
     precision = lax.Precision.DEFAULT if spec.precision == "tf32" else lax.Precision.HIGHEST
     dtype = np.promote_types(a.dtype, np.float32)
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def add_tile(total: jax.Array, x: jax.Array, start: jax.Array, axis: int) -> jax.Array:
-    """`total` with the tile `x` added from `start` on along `axis` (negative), summed over what `total` holds at size 1."""
+    """`total` with tile `x` added from `start` on along `axis` (negative), summed over what `total` holds at size 1."""
     axis += total.ndim
     size = x.shape[axis]
     x = sum_to(x, (*total.shape[:axis], size, *total.shape[axis + 1 :]))

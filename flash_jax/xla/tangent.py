@@ -1,4 +1,4 @@
-"""Forward-mode pass: tangents of out and lse as a sum over tiles, plain JAX; differentiated again for second derivatives."""
+"""Forward-mode pass: tangents of out and lse as a sum over tiles, plain JAX; differentiated for second derivatives."""
 
 import jax
 import jax.numpy as jnp
