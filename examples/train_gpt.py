@@ -37,7 +37,7 @@ from flax import linen as nn
 from flash_jax.flax.linen import SelfAttention
 
 VOCABULARY = 256  # a token is a byte
-CPU = {"layers": 4, "dim": 128, "heads": 4, "length": 128, "batch_size": 16, "steps": 1200, "learning_rate": 3e-3}
+CPU = {"layers": 4, "dim": 128, "heads": 4, "length": 128, "batch_size": 16, "steps": 600, "learning_rate": 3e-3}
 GPU = {"layers": 12, "dim": 768, "heads": 12, "length": 1024, "batch_size": 32, "steps": 2000, "learning_rate": 6e-4}
 # What stays the same when a run is resumed, beside its text.
 SETTINGS = ("layers", "dim", "heads", "length", "batch_size", "learning_rate", "dtype", "seed")
