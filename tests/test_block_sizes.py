@@ -18,13 +18,11 @@ OPTIONS = {"causal": True, "window": (37, None), "kv_lengths": np.array([100, 81
 SIZES = [
     BlockSizes(block_q=16, block_kv=64),
     BlockSizes(block_q=64, block_kv=16),
-    BlockSizes(block_q=32, block_kv=32, num_warps=8, num_stages=3),
-    BlockSizes(block_q=128, block_kv=128),
+    BlockSizes(block_q=128, block_kv=128, num_warps=8, num_stages=3),
     BlockSizes(
         block_q=32, block_kv=64, dq=BlockSizes(block_q=16, block_kv=32), dkv=BlockSizes(block_q=64, block_kv=16)
     ),
-    BlockSizes(block_kv=16),
-    BlockSizes(dkv=BlockSizes(block_q=16)),
+    BlockSizes(block_kv=16, dkv=BlockSizes(block_q=16)),
     None,
 ]
 

@@ -76,7 +76,7 @@ PRECISIONS = [
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_every_precision_of_jax_is_taken(attend, precision):
     """On a CPU all of them are float32 or better."""
-    check(forward(), functools.partial(attend, precision=precision), *case("T20-S33-D40-f32").arrays())
+    check(forward(), functools.partial(attend, precision=precision), *case("T20-S33-H1-D8-f32").arrays())
 
 
 @pytest.mark.parametrize("precision", ["fast", 3, jax.lax.DotAlgorithmPreset.F64_F64_F64], ids=str)

@@ -33,21 +33,18 @@ def test_through_output_and_lse(attend, name):
     check(gradients(causal=True), attend, c.arrays(), c.cotangents())
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
-def test_not_causal(attend, dtype):
-    c = case(ONE.replace("f32", dtype))
+def test_not_causal(attend):
+    c = case(ONE.replace("f32", "f16"))
     check(gradients(), attend, c.arrays(), c.cotangents())
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_through_the_output_alone(attend, dtype):
-    c = case(ONE.replace("f32", dtype))
+def test_through_the_output_alone(attend):
+    c = case(ONE.replace("f32", "bf16"))
     check(gradients(causal=True), attend, c.arrays(), (c.cotangents()[0], None))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_through_the_lse_alone(attend, dtype):
-    c = case(ONE.replace("f32", dtype))
+def test_through_the_lse_alone(attend):
+    c = case(ONE.replace("f32", "bf16"))
     dq, dk, dv = check(gradients(causal=True), attend, c.arrays(), (None, c.cotangents()[1]))
     assert np.any(dq) and np.any(dk) and not np.any(dv)
 
@@ -65,7 +62,7 @@ def test_zero_cotangents_give_zeros(attend):
         assert not np.any(g)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (2,), (0, 1)], ids=["query", "value", "query-key"])
+@pytest.mark.parametrize("wanted", [(2,), (0, 1)], ids=["value", "query-key"])
 def test_of_some_inputs_only(attend, wanted):
     """What is not asked for is neither computed nor missed."""
     c = case(ONE)
@@ -94,15 +91,21 @@ def test_of_the_scale(attend, dtype):
     assert dscale.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("scale", [0.25, 0.0, -0.5, 3.0])
-def test_with_a_static_and_with_a_traced_scale(attend, scale):
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_with_a_static_scale(attend, scale):
     c = case(ONE)
     check(gradients(scale=scale), attend, c.arrays(), c.cotangents())
+
+
+@pytest.mark.parametrize("scale", [-0.5, 3.0])
+def test_with_a_traced_scale(attend, scale):
+    """The largest makes scores of 50, whose rounding must not reach the probabilities."""
+    c = case(ONE)
     traced = Program(lambda attend, x, ct, s: gradients(scale=s)(attend, x, ct), derivative=True)
     check(traced, attend, c.arrays(), c.cotangents(), np.float32(scale))
 
 
-@pytest.mark.parametrize("name", [ONE, ONE.replace("f32", "bf16"), "B2-T7-S0-f32", "T40-S17-H2-K1-D40-f32"])
+@pytest.mark.parametrize("name", [ONE, "B2-T7-S0-f32", "T40-S17-H2-K1-D40-bf16"])
 def test_tangents(attend, name):
     c = case(name)
     check(tangents(causal=True), attend, c.arrays(), c.tangents())

@@ -22,7 +22,7 @@ FORWARD, TANGENT, BACKWARD = (f"flash_attention_{name}" for name in ("forward", 
 def loss(attend, *inputs):
     """A scalar through which both results matter."""
     out, lse = attend(*inputs, return_lse=True)
-    return jnp.sum(out**2) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0) ** 2)
+    return jnp.sum(out.astype(lse.dtype) ** 2) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0) ** 2)
 
 
 def gradient(attend, *inputs):
@@ -33,8 +33,11 @@ def gradient(attend, *inputs):
 # Derivatives of every order and mode.
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (6, 2), "kv_lengths": np.array([23, 11])}], ids=str)
+@pytest.mark.parametrize(
+    "options, dtype",
+    [({"causal": True}, "f32"), ({"window": (6, 2), "kv_lengths": np.array([23, 11])}, "bf16")],
+    ids=["causal-f32", "window-and-lengths-bf16"],
+)
 def test_derivative_of_the_gradients(attend, options, dtype):
     c = case(ONE.replace("f32", dtype))
     check(second_order(**options), attend, c.arrays(), c.cotangents(), c.tangents())
@@ -107,9 +110,7 @@ def test_linear_function_applied_twice_costs_one_forward_pass():
 # vmap.
 
 
-@pytest.mark.parametrize(
-    "axes", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0), (1, 0, 2)], ids=str
-)
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (None, None, 0), (1, 0, 2)], ids=str)
 def test_vmap_over_any_subset_and_axis(attend, axes):
     q, k, v = case("B3-T9-S12-H4-K2-D8-f32").arrays()
     arrays = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((q, k, v), axes, strict=True)]
