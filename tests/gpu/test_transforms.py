@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.support.accuracy import assert_agrees, check
@@ -55,7 +56,7 @@ def test_pmap_and_shard_map_over_one_device(attend):
     stacked = jax.tree.map(lambda x: x[None], (c.arrays(), c.cotangents()))
     parallel = jax.pmap(one)(*stacked)
     assert_agrees(jax.tree.map(lambda x: x[0], parallel), program, c.arrays(), c.cotangents())
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     sharded = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     assert_agrees(sharded(c.arrays(), c.cotangents()), program, c.arrays(), c.cotangents())
 
