@@ -50,8 +50,8 @@ def gpu_description() -> tuple[str, str | None]:
 # Names by which JAX's abstract devices call the GPUs that have another compute capability than their siblings.
 _CAPABILITY_BY_NAME = (
     ("A100", "8.0"), ("A30", "8.0"), ("A10", "8.6"), ("A40", "8.6"), ("RTX 30", "8.6"),
-    ("L4", "8.9"), ("RTX 40", "8.9"), ("H100", "9.0"), ("H200", "9.0"), ("GH200", "9.0"), ("B200", "10.0"), ("GB200", "10.0"),
-    ("V100", "7.0"), ("T4", "7.5"), ("RTX 20", "7.5"), ("P100", "6.0"),
+    ("L4", "8.9"), ("RTX 40", "8.9"), ("H100", "9.0"), ("H200", "9.0"), ("GH200", "9.0"), ("B200", "10.0"),
+    ("GB200", "10.0"), ("V100", "7.0"), ("T4", "7.5"), ("RTX 20", "7.5"), ("P100", "6.0"),
 )  # fmt: skip
 
 

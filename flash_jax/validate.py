@@ -16,7 +16,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three as arrays, their dtypes agreeing, of shapes `[..., T, H, D]`, `[..., S, K, D]` and `[..., S, K, Dv]`."""
+    """The three as arrays of one dtype, of shapes `[..., T, H, D]`, `[..., S, K, D]` and `[..., S, K, Dv]`."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if not isinstance(x, (jax.Array, np.ndarray)):
