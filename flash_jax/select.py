@@ -19,7 +19,7 @@ def check_arguments(spec: AttentionSpec, q: jax.Array, v: jax.Array) -> None:
         return
     reason = _argument_reason(spec.implementation, q, v)
     if reason:
-        raise NotImplementedError(_refusal(spec.implementation, reason))
+        raise NotImplementedError(_refusal(spec.implementation, reason, q, v))
     if spec.implementation == "triton":
         triton.check_block_sizes(spec)
 
@@ -32,7 +32,7 @@ def choose(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, platfo
     if spec.implementation is not None:
         reason = _platform_reason(spec.implementation, spec, platform)
         if reason:
-            raise NotImplementedError(_refusal(spec.implementation, reason))
+            raise NotImplementedError(_refusal(spec.implementation, reason, q, v))
         return _MODULES[spec.implementation]
     for name in _PREFERENCE:
         if not _argument_reason(name, q, v) and not _platform_reason(name, spec, platform):
@@ -66,7 +66,7 @@ def _platform_reason(name: str, spec: AttentionSpec, platform: str) -> str | Non
     return None
 
 
-def _refusal(name: str, reason: str) -> str:
-    nearest = "triton" if name == "mosaic_gpu" else "xla"
+def _refusal(name: str, reason: str, q: jax.Array, v: jax.Array) -> str:
+    nearest = "triton" if name == "mosaic_gpu" and _argument_reason("triton", q, v) is None else "xla"
     hint = " (or wrap the call in `flash_jax.interpret_mode()` to test the kernel)" if "platform" in reason else ""
     return f"implementation={name!r} cannot serve this call: {reason}. Use implementation={nearest!r} or None{hint}."
