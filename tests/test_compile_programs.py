@@ -68,9 +68,10 @@ def test_memory_of_the_tangent_is_linear():
 
         return gpu_compile.compile_for(gpu_compile.H200, run, x, x, x).temporary_bytes
 
-    half, whole = bytes_at(8192), bytes_at(16384)
-    assert whole <= 2.1 * half
-    assert whole < 16384 * 16384 * 2
+    # From one length to its double the compiler's arrangement of buffers changes too: measure over two doublings.
+    quarter, whole = bytes_at(8192), bytes_at(32768)
+    assert whole <= 4.2 * quarter
+    assert whole < 32768 * 32768
 
 
 # Launches.
@@ -111,7 +112,7 @@ def checkpointed(policy):
     def run(q, k, v):
         return jax.checkpoint(layer, policy=policy)(q, k, v).sum(dtype=jnp.float32)
 
-    return jax.grad(run, (0, 1, 2))
+    return jax.value_and_grad(run, (0, 1, 2))  # with the value, which needs the first run of forward
 
 
 def test_checkpoint_by_name_runs_the_forward_kernel_once():

@@ -127,15 +127,15 @@ def shared_bytes(target: Target, function, *arguments) -> int:
 
 def triton_ir(lowered: jax.stages.Lowered) -> dict[str, str]:
     """{kernel name: Triton IR} of the Pallas kernels in a lowered program."""
-    from jax._src.interpreters import mlir
-    from jax._src.lib import triton
-    from jax._src.lib.mlir import ir
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
 
     found = {}
     for attributes in _triton_calls(lowered.compiler_ir("stablehlo").operation):
         config = attributes["mhlo.backend_config"]
         context = mlir.make_ir_context()
-        triton.dialect.register_dialect(context)
+        dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         with context:
             module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
