@@ -99,7 +99,7 @@ def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:
     found = []
     for q, kv, warps, stages in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
         sizes = BlockSizes(q, kv, warps, stages)
-        shared = tiling.shared_bytes(group.kind, tiling.Tile(q, kv, warps, stages), (group.shape.D,) * 2, 2)
+        shared = tiling.shared_bytes(group.kind, tiling.Tile(q, kv, warps, stages), (group.shape.D, group.shape.D), 2)
         if shared <= options.shared_kib * 1024 and registers(group, sizes) <= options.registers:
             found.append(sizes)
     found.sort(key=lambda x: distance(x, own))

@@ -67,6 +67,7 @@ def _first_estimate(call) -> float:
 
 def _sample(call, repeats: int) -> float:
     start = time.perf_counter()
+    result = None
     for _ in range(repeats):
         result = call()
     jax.block_until_ready(result)
