@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import flash_jax
-from flash_jax import triton
+from flash_jax import compat, triton
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import tiling
 from tests.support import gpu_compile
@@ -90,7 +90,7 @@ def test_everything_at_once(target, record_property):
 
     q, k, v = struct(2, 1000, 8, 80), struct(2, 900, 2, 80), struct(2, 900, 2, 128)
     compiled = gpu_compile.compile_for(target, run, q, k, v, struct(2, dtype="int32"))
-    check_and_record(compiled, f"{target.name} D80 bfloat16 all options {{}}", MAX_SPILLED["bfloat16"], record_property)
+    check_and_record(compiled, f"{target.name} D80 bfloat16 all options {{}}", 1024, record_property)
 
 
 # Shared memory: what the table's check counts with, against what the compiler asks for.
@@ -101,13 +101,15 @@ def shared_bytes(name, head_dim, dtype, target, sizes=None):
     spec = AttentionSpec(scale=0.1, causal=True, q_length=T, kv_length=T, implementation="triton", block_sizes=sizes)
     x, stats = struct(1, T, HEADS, head_dim, dtype=dtype), struct(1, HEADS, T, dtype="float32")
     if name == "forward":
-        return gpu_compile.shared_bytes(target, lambda q, k, v: triton.forward(q, k, v, Operands(), spec), x, x, x)
+        with compat.quiet_triton_lowering():
+            return gpu_compile.shared_bytes(target, lambda q, k, v: triton.forward(q, k, v, Operands(), spec), x, x, x)
     leads = {"query": (1,)} if name == "dq" else {"key": (1,), "value": (1,)}
 
     def run(q, k, v, out, lse, out_ct):
         return triton.backward((q, k, v, Operands()), out, lse, out_ct, None, leads, spec)
 
-    return gpu_compile.shared_bytes(target, run, x, x, x, x, stats, x)
+    with compat.quiet_triton_lowering():
+        return gpu_compile.shared_bytes(target, run, x, x, x, x, stats, x)
 
 
 def estimate(name, head_dim, dtype, sizes, gpu):
