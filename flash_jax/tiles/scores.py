@@ -35,7 +35,9 @@ def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
     if spec.scale is not None:
         return Scale(spec.scale, math.copysign(1.0, spec.scale), max(abs(spec.scale) * LOG2_E, _TINY))
     scale = jnp.asarray(operands.scale)
-    return Scale(scale, jnp.where(scale < 0, -1, 1).astype(scale.dtype), jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
+    # By arithmetic: Pallas' Triton lowering takes a choice between two literal numbers for one between booleans.
+    sign = 1 - 2 * (scale < 0).astype(scale.dtype)
+    return Scale(scale, sign, jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
 
 
 def probability(

@@ -187,7 +187,8 @@ def _query_gradients(residuals, operands, lead, leads, spec, lse_ct) -> dict[str
     dq_flat, sums_flat = call(*_flattened(operands, residuals))
     found = {"query": dq_flat.reshape(dq.shape)}
     if n_sums:
-        rows = scores.scale_gradient(*(x.reshape(sums.shape) for x in sums_flat), lse_ct)
+        ds_qk, ds, p_qk = (x.reshape(sums.shape) for x in sums_flat)
+        rows = scores.scale_gradient(ds_qk, ds, p_qk, lse_ct)
         found["scale"] = jnp.where(residuals.lse == -jnp.inf, 0, rows).sum((-1, -2))
     return found
 

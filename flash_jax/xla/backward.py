@@ -79,5 +79,6 @@ def backward(
 
 
 def _scale_total(sums, lse_ct, lse, lead):
-    rows = scores.scale_gradient(*sums, lse_ct)
+    ds_qk, ds, p_qk = sums
+    rows = scores.scale_gradient(ds_qk, ds, p_qk, lse_ct)
     return sum_to(jnp.where(lse == -jnp.inf, 0, rows).sum((-1, -2)), lead)
