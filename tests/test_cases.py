@@ -281,6 +281,7 @@ def test_the_table_names_tests_that_exist():
         for name in re.findall(r"`((?:[\w/]+\.py)?(?:::[\w.]+)?)`", row.rsplit("|", 2)[1]):
             found, _, test = name.partition("::")
             file = found or file
+            assert file
             text = (root / "tests" / file).read_text()
             ending = r"\w*\(" if test.endswith("...") else r"\("
             assert not test or re.search(rf"def {test.removesuffix('...')}{ending}", text), f"{row[2:5]}: {name}"

@@ -37,9 +37,7 @@ def call(kind, length):
 KINDS = ["forward", "gradients", "tangents", "second_order"]
 
 
-@pytest.mark.parametrize(
-    "kind, implementation", [*((kind, "xla") for kind in KINDS), ("gradients", None)], ids=str
-)
+@pytest.mark.parametrize("kind, implementation", [*((kind, "xla") for kind in KINDS), ("gradients", None)], ids=str)
 def test_temporary_memory_is_linear(kind, implementation):
     attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
     short, long = (
