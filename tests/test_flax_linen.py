@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.linen.spmd import logical_to_mesh_sharding
 
 from flash_jax.flax.linen import SelfAttention, attention_fn
 from tests.support.accuracy import assert_accurate, judges
@@ -101,7 +102,7 @@ def test_logical_names_shard_the_parameters():
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     layer, x = SelfAttention(8, head_dim=4), normal(1, BATCH, LENGTH, FEATURES)
     shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
-    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(shapes), mesh, [("heads", "model")])
+    shardings = logical_to_mesh_sharding(nn.get_partition_spec(shapes), mesh, [("heads", "model")])
     params = nn.unbox(jax.jit(layer.init, out_shardings=shardings)(jax.random.key(0), x))["params"]
     assert params["query"]["kernel"].sharding.spec == jax.P(None, "model", None)
     assert params["out"]["kernel"].sharding.spec == jax.P("model", None, None)

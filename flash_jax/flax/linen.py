@@ -9,9 +9,10 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from flash_jax import BlockSizes, flash_attention
+from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
+from flash_jax.flax.attend import attend
 from flash_jax.flax.refusals import refuse_dropout, refuse_given
 from flash_jax.flax.rope import rotate_both
 
@@ -84,7 +85,7 @@ def attention_fn(  # noqa: PLR0913, PLR0917
     )
     refuse_dropout(dropout_rate, deterministic)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    return flash_attention(
+    return attend(
         query,
         key,
         value,
@@ -128,7 +129,8 @@ class _HeadNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale_init = nn.with_logical_partitioning(nn.initializers.ones_init(), heads.NORM_NAMES)
-        return heads.rms_norm(x, self.param("scale", scale_init, x.shape[-1:], self.param_dtype))
+        scale: Any = self.param("scale", scale_init, x.shape[-1:], self.param_dtype)
+        return heads.rms_norm(x, scale)
 
 
 class SelfAttention(nn.Module):
@@ -236,7 +238,7 @@ class SelfAttention(nn.Module):
 
     def _attend(self, query, key, value):
         query, key = rotate_both(query, key, 0, self.rope_theta)
-        return flash_attention(query, key, value, causal=self.causal, **self._options())
+        return attend(query, key, value, causal=self.causal, **self._options())
 
     def _decode(self, query, key, value):
         filled = self.has_variable("cache", "cached_key")
@@ -248,4 +250,4 @@ class SelfAttention(nn.Module):
         query, key = rotate_both(query, key, index.value, self.rope_theta)
         state = kv_cache.extend(kv_cache.Cache(cached_key.value, cached_value.value, index.value), key, value)
         cached_key.value, cached_value.value, index.value = state
-        return kv_cache.attend(query, state, **self._options())
+        return kv_cache.attend_cache(query, state, **self._options())

@@ -9,9 +9,10 @@ from flax import linen, nnx
 from flax.nnx.nn import dtypes
 from jax.typing import DTypeLike
 
-from flash_jax import BlockSizes, flash_attention
+from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
+from flash_jax.flax.attend import attend
 from flash_jax.flax.refusals import refuse_dropout, refuse_given
 from flash_jax.flax.rope import rotate_both
 
@@ -82,7 +83,7 @@ def attention_fn(  # noqa: PLR0913, PLR0917
             "functools.partial(attention_fn, causal=True) for the alignment at the last."
         )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    return flash_attention(
+    return attend(
         query,
         key,
         value,
@@ -298,7 +299,7 @@ class SelfAttention(nnx.Module):
 
     def _attend(self, query, key, value):
         query, key = rotate_both(query, key, 0, self.rope_theta)
-        return flash_attention(query, key, value, causal=self.causal, **self.options)
+        return attend(query, key, value, causal=self.causal, **self.options)
 
     def _decode(self, query, key, value):
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
@@ -307,4 +308,4 @@ class SelfAttention(nnx.Module):
         query, key = rotate_both(query, key, index, self.rope_theta)
         state = kv_cache.extend(kv_cache.Cache(self.cached_key[...], self.cached_value[...], index), key, value)
         self.cached_key[...], self.cached_value[...], self.cache_index[...] = state
-        return kv_cache.attend(query, state, **self.options)
+        return kv_cache.attend_cache(query, state, **self.options)
