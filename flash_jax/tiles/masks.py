@@ -121,6 +121,17 @@ def attended_cols(cols: jax.Array, row: Int, block_q: int, geometry: Geometry, s
     return ok
 
 
+def seen_cols(cols: jax.Array, geometry: Geometry, spec: AttentionSpec) -> jax.Array | None:
+    """bool like `cols`: whether any query at all attends the key; None where each key is known to have one."""
+    if geometry.all_cols and isinstance(geometry.q_length, int) and isinstance(geometry.q_offset, int):
+        left, right = spec.band
+        first = left is None or geometry.q_offset <= left
+        last = right is None or geometry.q_length + geometry.q_offset + right >= geometry.kv_size
+        if first and last:
+            return None
+    return attended_cols(cols, 0, geometry.q_size, geometry, spec)
+
+
 def attending_rows(rows: jax.Array, col: Int, block_kv: int, geometry: Geometry, spec: AttentionSpec) -> jax.Array:
     """bool like `rows`: whether the query attends any key of the tile starting at `col`; the others may hold NaN."""
     left, right = spec.band

@@ -39,7 +39,7 @@ def finish(
 
     `alive` [..., block_q] is False for rows that attend nothing whatever their sums say (those past the query length).
     """
-    alive &= row_sum > 0
+    alive &= row_sum != 0  # a NaN is not a dead row: whoever gave it should see it
     safe_sum = jnp.where(alive, row_sum, 1)
     row_multiplier = _of_row(multiplier)
     lse = row_max * (row_multiplier * LN_2) + jnp.log(safe_sum)

@@ -63,7 +63,7 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, scale_refs, *, 
     carry = jnp.zeros(q.shape, jnp.float32), sums
     seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
     dq, sums = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
-    alive = (lse < jnp.inf) & (rows < geometry.q_length)
+    alive = (lse != jnp.inf) & (rows < geometry.q_length)
     store(dq_ref, jnp.where(alive[:, None], dq * scale.value, 0), inside, shape.D)
     for ref, x in zip(scale_refs or (), sums, strict=True):
         store(ref, jnp.where(alive, x, 0), inside)
@@ -81,7 +81,9 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
     scale = scores.split_scale(spec, operands)
     col = pl.program_id(0) * tile.block_kv
     cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
-    inside = None if geometry.all_cols and shape.S % tile.block_kv == 0 else cols < geometry.kv_length
+    inside = masks.seen_cols(cols, geometry, spec)
+    if inside is None and shape.S % tile.block_kv:
+        inside = cols < shape.S
     k, v = load(refs.k, inside, shape.D), load(refs.v, inside, shape.Dv)  # [block_kv, D], [block_kv, Dv]
 
     def body(i, carry, head, masked):
@@ -112,7 +114,7 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
         else lax.fori_loop(0, shape.groups, one_head, carry)
     )
     dk *= scale.value
-    if inside is not None:  # keys past the length have the dead gradient 0, also where a full tile computed something
+    if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
         dk, dv = jnp.where(inside[:, None], dk, 0), jnp.where(inside[:, None], dv, 0)
     within = None if shape.S % tile.block_kv == 0 else cols < shape.S
     store(dk_ref, dk, within, shape.D)
