@@ -174,15 +174,14 @@ def test_b15_lengths_that_are_no_multiple_of_the_tile(implementation, length):
 
 @pytest.mark.parametrize("length", [63, 65])
 def test_b17_the_tail_of_a_head_stays_in_its_head(attend, length):
-    """The gradient of each head's value equals that of the call with this head alone."""
+    """The gradients of a head, within a call of three, are those of the call with this head alone."""
     c = case(f"B2-T{length}-H3-D64-f32")
     (q, k, v), (dout, dlse) = c.arrays(), c.cotangents()
-    run = jax.jit(functools.partial(gradients(), attend))
-    together = run((q, k, v), (dout, dlse))
-    for h in range(3):
+    together = jax.jit(functools.partial(gradients(), attend))((q, k, v), (dout, dlse))
+    for h in (1, 2):
         one = np.s_[:, :, h : h + 1]
-        alone = run((q[one], k[one], v[one]), (dout[one], dlse[:, h : h + 1]))
-        jax.tree.map(np.testing.assert_array_equal, [g[one] for g in together], list(alone))
+        alone = (q[one], k[one], v[one]), (dout[one], dlse[:, h : h + 1])
+        assert_agrees(tuple(g[one] for g in together), gradients(), *alone)
 
 
 def test_b18_no_keys_at_all(attend):
