@@ -33,18 +33,17 @@ def step(
 
 
 def finish(
-    accumulator: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, alive: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(out [..., block_q, Dv], lse [..., block_q]) of rows whose tiles are all seen; dead rows give 0 and -inf.
+    row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, alive: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(alive, divisor, lse), each [..., block_q], of rows whose tiles are all seen.
 
-    `alive` [..., block_q] is False for rows that attend nothing whatever their sums say (those past the query length).
+    The output of a row that is alive is its accumulator over its divisor; that of a dead row is 0, and its lse -inf.
+    The argument `alive` is False for rows that attend nothing whatever their sums say (those past the query length).
     """
     alive &= row_sum != 0  # a NaN is not a dead row: whoever gave it should see it
-    safe_sum = jnp.where(alive, row_sum, 1)
-    row_multiplier = _of_row(multiplier)
-    lse = row_max * (row_multiplier * LN_2) + jnp.log(safe_sum)
-    out = accumulator / safe_sum[..., None]
-    return jnp.where(alive[..., None], out, 0), jnp.where(alive, lse, -jnp.inf)
+    divisor = jnp.where(alive, row_sum, 1)
+    lse = row_max * (_of_row(multiplier) * LN_2) + jnp.log(divisor)
+    return alive, divisor, jnp.where(alive, lse, -jnp.inf)
 
 
 def _of_row(multiplier: float | jax.Array) -> float | jax.Array:

@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import masks, scores, softmax
+from flash_jax.triton import columns
 from flash_jax.triton.forward import flat_output, q_tile
-from flash_jax.triton.launch import Shape, dot, flat, launch, load, output, over_tiles, read, store
+from flash_jax.triton.launch import Shape, flat, launch, load_stats, output, over_tiles, read, store_stats
 from flash_jax.triton.tiling import tile_for
 from flash_jax.xla.loop import sum_to
 
@@ -41,32 +42,34 @@ def flash_attention_dq_kernel(operands, refs: Residuals, dq_ref, scale_refs, *, 
     row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
-    q, out_ct = load(refs.q, inside, shape.D), load(refs.out_ct, inside, shape.Dv)  # [block_q, D], [block_q, Dv]
-    lse, delta = softmax.dead_to_inf(load(refs.lse, inside)), load(refs.delta, inside)  # [block_q]
+    whole = (slice(None),)
+    q = columns.load(refs.q, whole, inside, shape.D)  # [block_q, D]
+    out_ct = columns.load(refs.out_ct, whole, inside, shape.Dv)  # [block_q, Dv]
+    lse, delta = softmax.dead_to_inf(load_stats(refs.lse, inside)), load_stats(refs.delta, inside)  # [block_q]
 
     def body(j, carry, masked):
         dq, sums = carry
         col = j * tile.block_kv
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
         keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
-        k = load(refs.k.at[pl.ds(col, tile.block_kv), :], keep, shape.D)
-        v = load(refs.v.at[pl.ds(col, tile.block_kv), :], keep, shape.Dv)
-        qk = dot(q, k, spec, trans_b=True)  # [block_q, block_kv]
+        here = (pl.ds(col, tile.block_kv),)
+        k, v = columns.load(refs.k, here, keep, shape.D), columns.load(refs.v, here, keep, shape.Dv)
+        qk = columns.inner(q, k, spec)  # [block_q, block_kv]
         allowed = masks.allowed(rows[:, None], cols[None, :], geometry, spec) if masked else None
-        p = scores.probability(qk, lse[:, None], scale, allowed, q.dtype)
-        ds = p * (dot(out_ct, v, spec, trans_b=True) - delta[:, None])
+        p = scores.probability(qk, lse[:, None], scale, allowed, refs.q.dtype)
+        ds = p * (columns.inner(out_ct, v, spec) - delta[:, None])
         if scale_refs is not None:
             sums = [total + x.sum(axis=1) for total, x in zip(sums, (ds * qk, ds, p * qk), strict=True)]
-        return dq + dot(ds.astype(k.dtype), k, spec), sums
+        return columns.add_product(dq, ds, k, spec), sums
 
     sums = [jnp.zeros((tile.block_q,), jnp.float32)] * 3 if scale_refs is not None else []
-    carry = jnp.zeros(q.shape, jnp.float32), sums
+    carry = columns.zeros(tile.block_q, shape.D, refs.q.dtype), sums
     seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
     dq, sums = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
     alive = (lse != jnp.inf) & (rows < geometry.q_length)
-    store(dq_ref, jnp.where(alive[:, None], dq * scale.value, 0), inside, shape.D)
+    columns.store(dq_ref, tuple(jnp.where(alive[:, None], part * scale.value, 0) for part in dq), inside, shape.D)
     for ref, x in zip(scale_refs or (), sums, strict=True):
-        store(ref, jnp.where(alive, x, 0), inside)
+        store_stats(ref, jnp.where(alive, x, 0), inside)
 
 
 def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spec, tile, shape):
@@ -84,7 +87,9 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
     inside = masks.seen_cols(cols, geometry, spec)
     if inside is None and shape.S % tile.block_kv:
         inside = cols < shape.S
-    k, v = load(refs.k, inside, shape.D), load(refs.v, inside, shape.Dv)  # [block_kv, D], [block_kv, Dv]
+    whole = (slice(None),)
+    k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
+    v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
     def body(i, carry, head, masked):
         dk, dv = carry
@@ -92,33 +97,34 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
         rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
         keep = masks.attending_rows(rows, col, tile.block_kv, geometry, spec) if masked else None
         here = pl.ds(row, tile.block_q)
-        q = load(refs.q.at[here, head, :], keep, shape.D)
-        out_ct = load(refs.out_ct.at[here, head, :], keep, shape.Dv)
-        lse, delta = load(refs.lse.at[head, here], keep), load(refs.delta.at[head, here], keep)
-        qk = dot(k, q, spec, trans_b=True)  # [block_kv, block_q]
+        q = columns.load(refs.q, (here, head), keep, shape.D)
+        out_ct = columns.load(refs.out_ct, (here, head), keep, shape.Dv)
+        lse, delta = load_stats(refs.lse.at[head, here], keep), load_stats(refs.delta.at[head, here], keep)
+        qk = columns.inner(k, q, spec)  # [block_kv, block_q]
         allowed = masks.allowed(rows[None, :], cols[:, None], geometry, spec) if masked else None
-        p = scores.probability(qk, lse[None, :], scale, allowed, q.dtype)
-        dv += dot(p.astype(out_ct.dtype), out_ct, spec)
-        ds = p * (dot(v, out_ct, spec, trans_b=True) - delta[None, :])
-        return dk + dot(ds.astype(q.dtype), q, spec), dv
+        p = scores.probability(qk, lse[None, :], scale, allowed, refs.k.dtype)
+        dv = columns.add_product(dv, p, out_ct, spec)
+        ds = p * (columns.inner(v, out_ct, spec) - delta[None, :])
+        return columns.add_product(dk, ds, q, spec), dv
 
     seen = masks.q_range(col, tile.block_q, tile.block_kv, geometry, spec)
 
     def one_head(head, carry):
         return over_tiles(seen, functools.partial(body, head=head), carry, whole=shape.T >= tile.block_q)
 
-    carry = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dk = columns.zeros(tile.block_kv, shape.D, refs.k.dtype)
+    dv = columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype)
     dk, dv = (
-        one_head(jnp.zeros((), jnp.int32), carry)
+        one_head(jnp.zeros((), jnp.int32), (dk, dv))
         if shape.groups == 1
-        else lax.fori_loop(0, shape.groups, one_head, carry)
+        else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
     )
-    dk *= scale.value
-    if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
-        dk, dv = jnp.where(inside[:, None], dk, 0), jnp.where(inside[:, None], dv, 0)
+    dk = tuple(part * scale.value for part in dk)
+    if inside is not None:  # keys past the length have the dead gradient 0, also where a full tile computed something
+        dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
     within = None if shape.S % tile.block_kv == 0 else cols < shape.S
-    store(dk_ref, dk, within, shape.D)
-    store(dv_ref, dv, within, shape.Dv)
+    columns.store(dk_ref, dk, within, shape.D)
+    columns.store(dv_ref, dv, within, shape.Dv)
 
 
 def backward(

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import masks, scores, softmax
-from flash_jax.triton.launch import Shape, dot, flat, launch, load, output, over_tiles, read, store
+from flash_jax.triton import columns
+from flash_jax.triton.launch import Shape, flat, launch, output, over_tiles, read, store_stats
 from flash_jax.triton.tiling import Tile, tile_for
 
 
@@ -28,36 +29,39 @@ def flash_attention_forward_kernel(operands, inputs, out_ref, lse_ref, *, spec, 
     row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
-    q = load(q_ref, inside, shape.D)  # [block_q, D]
+    q = columns.load(q_ref, (slice(None),), inside, shape.D)  # [block_q, D]
     if operands.scale is not None:
-        q = q * jnp.asarray(scale.sign, q.dtype)
+        q = tuple(part * jnp.asarray(scale.sign, part.dtype) for part in q)
     elif scale.sign < 0:
-        q = -q
+        q = tuple(-part for part in q)
 
     def body(j, carry, masked):
         accumulator, row_max, row_sum = carry
         col = j * tile.block_kv
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
         keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
-        k = load(k_ref.at[pl.ds(col, tile.block_kv), :], keep, shape.D)
-        raw = dot(q, k, spec, trans_b=True)  # [block_q, block_kv]
+        here = (pl.ds(col, tile.block_kv),)
+        k = columns.load(k_ref, here, keep, shape.D)
+        raw = columns.inner(q, k, spec)  # [block_q, block_kv]
         if masked:
             raw = jnp.where(masks.allowed(rows[:, None], cols[None, :], geometry, spec), raw, -jnp.inf)
         p, shrink, row_max, row_sum = softmax.step(raw, row_max, row_sum, scale.multiplier, masked=masked)
-        v = load(v_ref.at[pl.ds(col, tile.block_kv), :], keep, shape.Dv)
-        accumulator = accumulator * shrink[:, None] + dot(p.astype(v.dtype), v, spec)  # [block_q, Dv]
+        v = columns.load(v_ref, here, keep, shape.Dv)
+        accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
+        accumulator = columns.add_product(accumulator, p, v, spec)
         return accumulator, row_max, row_sum
 
     carry = (
-        jnp.zeros((tile.block_q, out_ref.shape[-1]), jnp.float32),
+        columns.zeros(tile.block_q, shape.Dv, out_ref.dtype),
         jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
     seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
     accumulator, row_max, row_sum = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
-    out, lse = softmax.finish(accumulator, row_max, row_sum, scale.multiplier, rows < geometry.q_length)
-    store(out_ref, out, inside, shape.Dv)
-    store(lse_ref, lse, inside)
+    alive, divisor, lse = softmax.finish(row_max, row_sum, scale.multiplier, rows < geometry.q_length)
+    out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)
+    columns.store(out_ref, out, inside, shape.Dv)
+    store_stats(lse_ref, lse, inside)
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -14,14 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles.masks import Int, TileRange
-from flash_jax.triton.tiling import Tile, padded
-
-_PRECISION = {
-    "ieee": lax.Precision.HIGHEST,
-    "x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-}
-
+from flash_jax.triton.columns import width
+from flash_jax.triton.tiling import Tile
 
 Struct = jax.Array | jax.ShapeDtypeStruct
 
@@ -87,7 +80,7 @@ class Shape:
             row, head = place(tile, head)
             return example(b), row, head, 0
 
-        return pl.BlockSpec((None, rows or x.shape[-3], heads, padded(x.shape[-1])), index_map)
+        return pl.BlockSpec((None, rows or x.shape[-3], heads, width(x.shape[-1], x.dtype.itemsize)), index_map)
 
     def stats(self, x: Struct, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
         """Spec for x [..., H, T], as `rows` does for arrays with a head dim."""
@@ -119,38 +112,14 @@ def read(operands: Operands) -> Operands:
     return jax.tree.map(lambda ref: ref[...], operands)
 
 
-def load(ref: Any, rows: jax.Array | None = None, width: int | None = None) -> jax.Array:
-    """The block of a ref [n, columns] (or [n]), 0 where `rows` [n] is False and in columns from `width` on.
-
-    What is not kept is not read: it may lie outside the array, or hold NaN.
-    """
-    mask = _mask(ref.shape, rows, width)
-    return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
+def load_stats(ref: Any, keep: jax.Array | None) -> jax.Array:
+    """The numbers of a ref [n], one for each row, 0 (and not read) where `keep` is False."""
+    return ref[...] if keep is None else plgpu.load(ref, mask=keep, other=0)
 
 
-def store(ref: Any, x: jax.Array, rows: jax.Array | None = None, width: int | None = None) -> None:
-    """Writes x to a ref of its shape, where `rows` [n] is True and in columns before `width`."""
-    plgpu.store(ref, x.astype(ref.dtype), mask=_mask(ref.shape, rows, width))
-
-
-def _mask(shape, rows, width):
-    if len(shape) == 1:
-        return rows
-    columns = None
-    if width is not None and width != shape[1]:
-        columns = jnp.broadcast_to((jnp.arange(shape[1], dtype=jnp.int32) < width)[None, :], shape)
-    if rows is None:
-        return columns
-    rows = jnp.broadcast_to(rows[:, None], shape)
-    return rows if columns is None else rows & columns
-
-
-def dot(a: jax.Array, b: jax.Array, spec: AttentionSpec, *, trans_b: bool = False) -> jax.Array:
-    """a @ b (or a @ b^T), summed in float32; float32 operands at the precision that the call asks for."""
-    precision = _PRECISION[spec.precision] if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    if spec.interpret:  # CPUs have no TF32 algorithms
-        precision = lax.Precision.HIGHEST
-    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+def store_stats(ref: Any, x: jax.Array, keep: jax.Array | None) -> None:
+    """Writes x [n] to a ref, where `keep` is True."""
+    plgpu.store(ref, x, mask=keep)
 
 
 def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> Any:

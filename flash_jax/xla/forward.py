@@ -47,7 +47,8 @@ def forward(
 
     carry = vary_like((accumulator, row_max, row_sum), q, k, v, operands)
     accumulator, row_max, row_sum = plan.scan(body, carry)
-    out, lse = softmax.finish(accumulator, row_max, row_sum, scale.multiplier, plan.alive_rows())
+    alive, divisor, lse = softmax.finish(row_max, row_sum, scale.multiplier, plan.alive_rows())
+    out = jnp.where(alive[..., None], accumulator / divisor[..., None], 0)
     out = jnp.moveaxis(out[..., :T, :], -2, -4)  # [..., K, G, T, Dv] -> [..., T, K, G, Dv]
     return out.reshape(*lead, T, H, v.shape[-1]).astype(q.dtype), lse[..., :T].reshape(*lead, H, T)
 
