@@ -9,17 +9,16 @@ import pytest
 def pytest_configure(config):
     """Chooses the platform before the first test module imports JAX, which reads it once."""
     expression = config.getoption("markexpr") or ""
-    if "gpu" not in expression or "not gpu" in expression:
+    selected = {name for name in ("gpu", "compile") if name in expression and f"not {name}" not in expression}
+    if "gpu" not in selected:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if "compile" in expression and "not compile" not in expression:
-        from tests.support import compile_report
-
-        config.pluginmanager.register(compile_report)
     import jax
     import jax.experimental.pallas.tpu  # noqa: F401  (else a function in interpret mode compiles twice)
 
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    # Most of the suite's time is compiling small programs for the CPU, a third of it optimisation that nothing repays.
+    jax.config.update("jax_disable_most_optimizations", not selected)
 
 
 @pytest.fixture(params=["xla", "triton"])

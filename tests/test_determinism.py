@@ -63,7 +63,7 @@ def test_other_examples_of_the_batch_do_not_matter(attend, seed):
 
 
 def test_another_process():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # as in conftest
     root = pathlib.Path(__file__).parents[1]
     command = [sys.executable, "-c", ANOTHER_PROCESS]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
