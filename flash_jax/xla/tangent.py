@@ -34,6 +34,8 @@ def tangent(
     }
     dscale = tangents["scale"][..., None, None, None, None] if "scale" in tangents else None
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse))
+    # The mean of q k^T in a row may be large, and `out` is rounded: so most of it stays out of the difference below.
+    base = jnp.zeros((), dtype) if dscale is None else _row_base(dscale, scale, lse_rows)
     lead = broadcast_lead((lse, 2), *((x, 0 if name == "scale" else 3) for name, x in tangents.items()))
     d_out = jnp.zeros((*lead, *rows["q"].shape[-4:-1], v.shape[-1]), dtype)
     d_lse = jnp.zeros((*lead, *lse_rows.shape[-3:]), dtype)
@@ -47,7 +49,7 @@ def tangent(
         )
         qk = product("...qkgd,...skd->...kgqs", q_tile, k_tile, spec)
         p = scores.probability(qk, plan.stat_tile(lse_rows, tile)[..., None], scale, plan.allowed(tile), q.dtype)
-        ds = None if dscale is None else dscale * qk
+        ds = None if dscale is None else dscale * qk - plan.stat_tile(base, tile)[..., None]
         if "query" in dots:
             ds = _add(
                 ds, scale.value * product("...qkgd,...skd->...kgqs", plan.q_tile(dots["query"], tile), k_tile, spec)
@@ -66,10 +68,17 @@ def tangent(
         return d_out, d_lse
 
     d_out, d_lse = plan.scan(body, vary_like((d_out, d_lse), primals, out, lse, tangents))
-    d_lse = d_lse[..., :T].reshape(*lead, H, T)
     d_out = d_out[..., :T, :, :, :].reshape(*lead, T, H, v.shape[-1])
-    d_out -= out.astype(dtype) * jnp.swapaxes(d_lse, -1, -2)[..., None]
+    d_out -= out.astype(dtype) * jnp.swapaxes(d_lse[..., :T].reshape(*lead, H, T), -1, -2)[..., None]
+    d_lse = (d_lse + base)[..., :T].reshape(*lead, H, T)
     return d_out.astype(out.dtype), d_lse
+
+
+def _row_base(dscale: jax.Array, scale: scores.Scale, lse_rows: jax.Array) -> jax.Array:
+    """dscale lse / scale, an estimate of d lse, where it is finite; 0 elsewhere."""
+    value = jnp.asarray(scale.value)[..., 0]
+    known = (lse_rows < jnp.inf) & (value != 0)
+    return jnp.where(known, dscale[..., 0] * lse_rows / jnp.where(known, value, 1), 0)
 
 
 def _add(a: jax.Array | None, b: jax.Array) -> jax.Array:
