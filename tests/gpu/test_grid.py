@@ -33,6 +33,8 @@ def of_lengths():
     """Every pair of lengths in every dtype; long ones with few heads, so that the quadratic judges fit."""
     for n, ((T, S), dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
         long = T * S > 2**20
+        if S == 1 and dtype == "f32":
+            S = 2  # rows of one key: see test_one_key in test_options.py
         batch = "" if long else BATCHES[n % 3]
         heads = FEW_HEADS[n % 3] if long else HEADS[n % 5]
         width = ["D64", "D128", "D80", "D32"][n % 4] if dtype != "f32" else ["D64", "D32", "D128", "D40"][n % 4]

@@ -82,7 +82,7 @@ def test_decoding_over_a_cache_of_many_heads(attend):
 
 
 @pytest.mark.parametrize(
-    "name", ["B70000-T16-S16-H1-D16-bf16", "T16-S16-H70000-K35000-D16-bf16", "T1-S1-H1-B70000-f32"]
+    "name", ["B70000-T16-S16-H1-D16-bf16", "T16-S16-H70000-K35000-D16-bf16", "B70000-T1-S1-H1-bf16"]
 )
 def test_more_than_65535_programs_along_an_axis(attend, name):
     c = case(name)
