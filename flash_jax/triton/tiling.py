@@ -1,7 +1,9 @@
 """Tile sizes and launch parameters: the table, the user's overrides, and whether they fit the GPU."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 
@@ -82,15 +84,24 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     if spec.interpret:
         return tile
     limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
-    needed = shared_bytes(name, tile, widths, itemsize)
+    size = functools.partial(shared_bytes, name, widths=widths, itemsize=itemsize, length=_ragged(name, spec, q, k))
+    needed = size(tile)
     if needed > limit and chosen:
-        smaller = _shrink(name, tile, widths, itemsize, limit)
+        smaller = _shrink(tile, size, limit)
         raise ValueError(
             f"`block_sizes` for the {name} pass needs about {needed / 1024:.0f} KiB of shared memory, and {device} has "
             f"{limit // 1024} KiB; try block_q={smaller.block_q}, block_kv={smaller.block_kv}, "
             f"num_stages={smaller.num_stages}."
         )
-    return _shrink(name, tile, widths, itemsize, limit)
+    return _shrink(tile, size, limit)
+
+
+def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int | None:
+    """The length along which a pass streams, where its last tile may be a loop of its own, of one step known now."""
+    if spec.band != (None, None):
+        return None
+    given, whole = (spec.q_length, q.shape[-3]) if name == "dkv" else (spec.kv_length, k.shape[-3])
+    return whole if given is None else given
 
 
 def _row(capability: str | None, name: str, width: int, itemsize: int) -> Tile:
@@ -104,27 +115,29 @@ def padded(n: int) -> int:
     return max(_MIN_BLOCK, 1 << math.ceil(math.log2(n))) if n > 1 else _MIN_BLOCK
 
 
-def shared_bytes(name: str, tile: Tile, widths: tuple[int, int], itemsize: int) -> int:
+def shared_bytes(name: str, tile: Tile, widths: tuple[int, int], itemsize: int, length: int | None = None) -> int:
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
-    The compile lane holds this against what the compiler asks for.
+    `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
+    one is loaded beside the loop's. The compile lane holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
     staying = stay * (D if name == "forward" else D + Dv) * itemsize
-    streaming = tile.num_stages * stream * (D + Dv) * itemsize
+    stages = tile.num_stages + (length is not None and length % stream > 0)
+    streaming = stages * stream * (D + Dv) * itemsize
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
     if name == "dkv":
-        streaming += (tile.num_stages + 1) * stream * 8  # lse and delta
+        streaming += (stages + 1) * stream * 8  # lse and delta
         if itemsize == 2 and tile.num_stages == 1:  # without a pipeline one of the two is kept in a second layout
             streaming += stream * max(D, Dv) * itemsize
     return staying + streaming
 
 
-def _shrink(name: str, tile: Tile, widths: tuple[int, int], itemsize: int, limit: int) -> Tile:
-    """The tile with fewer stages, then with smaller blocks, until it fits."""
-    while shared_bytes(name, tile, widths, itemsize) > limit:
+def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
+    """The tile with fewer stages, then with smaller blocks, until its `size` is within the limit."""
+    while size(tile) > limit:
         if tile.num_stages > 1:
             tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_kv >= tile.block_q and tile.block_kv > _MIN_BLOCK:
