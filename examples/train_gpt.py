@@ -173,17 +173,17 @@ def train(state, programs, texts, args, out):
     first = int(state["step"])
     progress = Progress(first, optax.tree.size(state["params"]), args)
     with first_interrupt() as interrupt, progress.bar or contextlib.nullcontext():
+        running = None  # the step whose losses are still being computed: they are read once the next one is under way
         for number in range(first + 1, args.steps + 1):
-            began = time.perf_counter()
             state, loss = step(state, training_batch(texts[0], number, args))
-            record = {"step": number, "loss": float(loss)}
-            record["tokens_per_second"] = args.batch_size * args.length / (time.perf_counter() - began)
             due = number % args.eval_every == 0 or number == args.steps
-            if due:
-                record["val_loss"] = float(np.mean([validation_loss(state["params"], batch) for batch in validation]))
-            out.log(record)
-            progress.report(record)
+            val_losses = [validation_loss(state["params"], batch) for batch in validation] if due else []
+            if running:
+                out.log(progress.report(*running))
+            running = number, loss, val_losses
             if due or interrupt:
+                out.log(progress.report(*running))
+                running = None
                 out.save(state)
             if interrupt:
                 break
@@ -214,22 +214,28 @@ class Progress:
         self.peak = next((1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in kind), None)
         # Products of the forward and backward pass: 6 per weight, and attention as in the FlashAttention-2 paper.
         self.flops_per_token = 6 * weights + 12 * args.layers * args.dim * args.length
+        self.tokens, self.clock = args.batch_size * args.length, time.perf_counter()
         tqdm = optional("tqdm", "no progress bar")
         self.bar = tqdm and tqdm.tqdm(total=args.steps, initial=first, unit="step", disable=None)
 
-    def report(self, record):
-        """Shows what one step gave."""
-        speed = record["tokens_per_second"]
+    def report(self, number, loss, val_losses):
+        """Shows what one step gave, and returns it for the log; waits for the step where it is still running."""
+        record = {"step": number, "loss": float(loss)}
+        if val_losses:
+            record["val_loss"] = float(np.mean(val_losses))
+        began, self.clock = self.clock, time.perf_counter()
+        speed = record["tokens_per_second"] = self.tokens / (self.clock - began)
         text = f"loss {record['loss']:.3f}  {speed:,.0f} tokens/s"
         if self.peak:
             text += f"  {speed * self.flops_per_token / self.peak:.0%} MFU"
         if self.bar:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
-        if "val_loss" in record:
+        if val_losses:
             (self.bar.write if self.bar else print)(
-                f"step {record['step']:>6}  {text}  validation {record['val_loss']:.4f} nats/byte"
+                f"step {number:>6}  {text}  validation {record['val_loss']:.4f} nats/byte"
             )
+        return record
 
 
 class Output:
