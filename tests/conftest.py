@@ -12,6 +12,10 @@ def pytest_configure(config):
     selected = {name for name in ("gpu", "compile") if name in expression and f"not {name}" not in expression}
     if "gpu" not in selected:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "compile" in selected:
+        from tests.support import compile_report
+
+        config.pluginmanager.register(compile_report)
     import jax
     import jax.experimental.pallas.tpu  # noqa: F401  (else a function in interpret mode compiles twice)
 

@@ -49,6 +49,7 @@ def planted():
 
     call = pl.pallas_call(
         kernel,
+        grid=(1,),
         out_shape=jax.ShapeDtypeStruct((16,), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=jax.default_backend() == "cpu",

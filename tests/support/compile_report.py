@@ -3,7 +3,12 @@
 A test hands its rows over with `record_property("kernel", row)`, which also works from the workers of pytest-xdist.
 """
 
-import tests.support.gpu_compile  # noqa: F401  (asks the compiler for its report before anything loads the plugin)
+import os
+
+# JAX's CUDA plugin has a logger of its own, which reads these when it is loaded: ptxas's report of each kernel goes to
+# stderr. Only here, in the compile lane: a test that starts a program would find them in its environment.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=2"
 
 COLUMNS = ("kernel", "registers", "spilled bytes", "notes", "seconds")
 

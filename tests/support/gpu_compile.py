@@ -15,10 +15,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-# The plugin has a logger of its own, which reads these when it is loaded: ptxas's report of each kernel goes to stderr.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=2"
-
 
 @dataclasses.dataclass(frozen=True)
 class Target:
