@@ -72,8 +72,8 @@ def flash_attention(  # noqa: PLR0913
     Raises:
       TypeError: an argument of the wrong kind, or dtypes that differ or are not supported.
       ValueError: shapes that do not fit each other, values out of range, block sizes that do not fit the GPU.
-      NotImplementedError: a named implementation that cannot serve the call; raised while tracing where the arguments
-        decide, while lowering where the platform does.
+      NotImplementedError: a named implementation that cannot serve the call, raised while tracing where the arguments
+        decide, while lowering where the platform does; or arrays sharded over explicit mesh axes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -112,6 +112,7 @@ def flash_attention(  # noqa: PLR0913
         kv_lengths=_dynamic(kv_len, k.shape[-3]),
     )
     select.check_arguments(spec, q, v)
+    validate.sharding(query=q, key=k, value=v)
     run = reference.attention if spec.implementation == "reference" else op.attention
     out, lse = run(q, k, v, operands, spec)
     return (out, lse) if with_lse else out

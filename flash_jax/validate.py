@@ -67,6 +67,22 @@ def _swap_hint(*arrays: jax.Array) -> str:
     return " They would agree as [..., heads, length, head_dim]: swap the two dims with `jnp.swapaxes(x, -3, -2)`."
 
 
+def sharding(**arrays: jax.Array) -> None:
+    """Refuses arrays that are sharded over an explicit mesh axis, by their types; `shard_map` serves them."""
+    for name, x in arrays.items():
+        placed = jax.typeof(x).sharding
+        used = {
+            axis for axes in placed.spec if axes is not None for axis in (axes if isinstance(axes, tuple) else (axes,))
+        }
+        types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
+        explicit = sorted(axis for axis in used if types.get(axis) == jax.sharding.AxisType.Explicit)
+        if explicit:
+            raise NotImplementedError(
+                f"`{name}` is sharded over the explicit mesh axes {explicit}, which is not supported yet. Call "
+                "flash_attention inside `jax.shard_map` over these axes, with whole sequences on each device."
+            )
+
+
 def scale(value: float | ArrayLike | None, head_dim: int) -> float | jax.Array:
     """The scale as a float where it is a Python or NumPy number, as a 0-d array where it is an array."""
     if value is None:
