@@ -73,7 +73,8 @@ def flash_attention(  # noqa: PLR0913
       TypeError: an argument of the wrong kind, or dtypes that differ or are not supported.
       ValueError: shapes that do not fit each other, values out of range, block sizes that do not fit the GPU.
       NotImplementedError: a named implementation that cannot serve the call, raised while tracing where the arguments
-        decide, while lowering where the platform does; or arrays sharded over explicit mesh axes.
+        decide, while lowering where the platform does; or arrays with symbolic shapes or
+        sharded over explicit mesh axes.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -25,6 +25,11 @@ def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple
     q, k, v = (jnp.asarray(x) for x in named.values())
     shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if not all(isinstance(n, int) for n in x.shape):
+            raise NotImplementedError(
+                f"`{name}` has the symbolic shape {x.shape}; flash_attention needs sizes that are known when it is "
+                "traced. Export a program for each shape that you serve."
+            )
         if x.ndim < 3:
             raise ValueError(f"`{name}` must have shape [..., length, heads, head_dim]; got {x.shape}.")
     if q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:

@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,14 @@ def raised(kind, query=Q, key=K, value=None, **options):
     with pytest.raises(kind) as error:
         jax.eval_shape(functools.partial(flash_jax.flash_attention, **options), *arrays)
     return str(error.value)
+
+
+def test_symbolic_shapes_are_refused():
+    (batch,) = jax.export.symbolic_shape("batch")
+    assert raised(NotImplementedError, query=(batch, *Q[1:]), key=(batch, *K[1:])) == (
+        "`query` has the symbolic shape (batch, 5, 4, 16); flash_attention needs sizes that are known when it is "
+        "traced. Export a program for each shape that you serve."
+    )
 
 
 @pytest.mark.parametrize("missing", range(3), ids=["query", "key", "value"])
