@@ -5,6 +5,7 @@ every supported version.
 """
 
 import contextlib
+import contextvars
 import warnings
 from collections.abc import Iterator
 
@@ -31,19 +32,60 @@ def quiet_triton_lowering() -> Iterator[None]:
         yield
 
 
+_UNKNOWN_GPU = "an unknown NVIDIA GPU"
+# Stands in for it: the oldest that the kernels run on, so that what is lowered for it runs on all of them.
+_OLDEST_GPU = "NVIDIA A100-SXM4-80GB"
+
+
+@contextlib.contextmanager
+def some_gpu() -> Iterator[None]:
+    """Lowers for CUDA where this process sees no GPU and is told of none, as for ``jax.export`` on a laptop.
+
+    From 0.12 on, JAX lowers Pallas-Triton kernels only for a GPU whose name it knows. (A mesh of CPU devices in force is
+    left as it is: what was traced under it names its devices, and JAX's own error says what to do.)
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.__version_info__ < (0, 12) or mesh.abstract_device is not None or _cuda_device() is not None:
+        yield
+        return
+    device = jax.sharding.AbstractDevice(_OLDEST_GPU, None, "cuda")
+    token = _stand_in.set(True)
+    try:
+        axes = mesh.axis_sizes, mesh.axis_names, mesh.axis_types
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(*axes, abstract_device=device)):
+            yield
+    finally:
+        _stand_in.reset(token)
+
+
+_stand_in = contextvars.ContextVar("flash_jax_stand_in", default=False)
+
+
+def _is_gpu(abstract_device) -> bool:
+    return abstract_device is not None and getattr(abstract_device, "platform", "cuda") in ("cuda", "gpu")
+
+
+def _cuda_device() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
 def gpu_description() -> tuple[str, str | None]:
     """(device name, compute capability such as "9.0" or None where unknown) of the GPU that is being lowered for.
 
     The abstract mesh's device wins (cross-compilation); else the first CUDA device of this process; on a machine
     without one (``jax.export``, ahead-of-time compilation) the capability is unknown.
     """
+    if _stand_in.get():
+        return _UNKNOWN_GPU, None
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None and getattr(abstract, "platform", "cuda") in ("cuda", "gpu"):
+    if _is_gpu(abstract):
         return abstract.device_kind, _capability_of_kind(abstract.device_kind)
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return "an unknown NVIDIA GPU", None
+    device = _cuda_device()
+    if device is None:
+        return _UNKNOWN_GPU, None
     return device.device_kind, str(device.compute_capability)
 
 

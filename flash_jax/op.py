@@ -10,6 +10,7 @@ what is not mapped a size-1 dim, never a copy. Names of differentiable inputs ar
 Operands.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -155,7 +156,7 @@ def _primitive(name: str, shapes, run) -> Primitive:
         return jax.jit(f)
 
     def lower(ctx, *args, platform, **params):
-        with compat.quiet_triton_lowering():
+        with compat.quiet_triton_lowering(), compat.some_gpu() if platform == "cuda" else contextlib.nullcontext():
             return mlir.lower_fun(local(platform=platform, **params), multiple_results=True)(ctx, *args)
 
     mlir.register_lowering(p, functools.partial(lower, platform="other"))
