@@ -41,8 +41,8 @@ _OLDEST_GPU = "NVIDIA A100-SXM4-80GB"
 def some_gpu() -> Iterator[None]:
     """Lowers for CUDA where this process sees no GPU and is told of none, as for ``jax.export`` on a laptop.
 
-    From 0.12 on, JAX lowers Pallas-Triton kernels only for a GPU whose name it knows. (A mesh of CPU devices in force is
-    left as it is: what was traced under it names its devices, and JAX's own error says what to do.)
+    From 0.12 on, JAX lowers Pallas-Triton kernels only for a GPU whose name it knows. (A mesh of CPU devices in force
+    is left as it is: what was traced under it names its devices, and JAX's own error says what to do.)
     """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.__version_info__ < (0, 12) or mesh.abstract_device is not None or _cuda_device() is not None:
@@ -65,7 +65,7 @@ def _is_gpu(abstract_device) -> bool:
     return abstract_device is not None and getattr(abstract_device, "platform", "cuda") in ("cuda", "gpu")
 
 
-def _cuda_device() -> jax.Device | None:
+def _cuda_device():
     try:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
