@@ -127,3 +127,24 @@ def vary_like(tree, *others):
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def explicit_axes(aval) -> list[str]:
+    """The explicit mesh axes over which an abstract value is sharded."""
+    placed = aval.sharding
+    used = {axis for axes in placed.spec if axes is not None for axis in (axes if isinstance(axes, tuple) else (axes,))}
+    types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
+    return sorted(axis for axis in used if types.get(axis) == jax.sharding.AxisType.Explicit)
+
+
+def replicated_like(aval, shape: tuple[int, ...], dtype):
+    """An abstract value of another shape and dtype that lives where `aval` does, sharded over nothing."""
+    placed = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*(None,) * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=placed)
+
+
+def platform_of(x: jax.Array) -> str:
+    """ "cuda" where a concrete array lies on an NVIDIA GPU, else "other"."""
+    (device, *_) = x.devices()
+    is_nvidia = str(getattr(device, "compute_capability", "")).replace(".", "").isdigit()  # AMD's are called gfx...
+    return "cuda" if device.platform in ("gpu", "cuda") and is_nvidia else "other"

@@ -11,6 +11,7 @@ Operands.
 """
 
 import contextlib
+import contextvars
 import functools
 
 import jax
@@ -58,13 +59,14 @@ def _primal_ranks(tree) -> list[int]:
 
 
 def _forward_shapes(*leaves, tree, spec):
+    select.check_sharding(_names(tree), leaves)
     q, _, v = leaves[:3]
     lead = _lead(zip(leaves, _primal_ranks(tree), strict=True))
     T, H = q.shape[-3:-1]
     stats = np.promote_types(q.dtype, np.float32)
     return (
-        q.update(shape=(*lead, T, H, v.shape[-1]), weak_type=False),
-        q.update(shape=(*lead, H, T), dtype=stats, weak_type=False),
+        compat.replicated_like(q, (*lead, T, H, v.shape[-1]), q.dtype),
+        compat.replicated_like(q, (*lead, H, T), stats),
     )
 
 
@@ -132,6 +134,8 @@ def _empty(q, k, out) -> bool:
 
 # Each pass as a primitive.
 
+_evaluating = contextvars.ContextVar("flash_jax_evaluating", default=False)
+
 
 def _primitive(name: str, shapes, run) -> Primitive:
     """A primitive that lowers to `run(platform="cuda")` for NVIDIA GPUs and to `run(platform="other")` elsewhere."""
@@ -144,7 +148,17 @@ def _primitive(name: str, shapes, run) -> Primitive:
     def jitted(**params):
         return jax.jit(lambda *args: p.bind(*args, **params))
 
-    p.def_impl(lambda *args, **params: jitted(**params)(*args))
+    def impl(*args, **params):
+        # Where JAX does not jit (disable_jit, and when debug_nans looks for a culprit), bind would come back here.
+        if jax.config.jax_disable_jit or _evaluating.get():
+            return run(*args, platform=compat.platform_of(args[0]), **params)
+        token = _evaluating.set(True)
+        try:
+            return jitted(**params)(*args)
+        finally:
+            _evaluating.reset(token)
+
+    p.def_impl(impl)
 
     # Inside, too: layers that make the same call share one traced and lowered function.
     @functools.cache

@@ -22,7 +22,7 @@ def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise TypeError(f"`{name}` must be a JAX or NumPy array; got {type(x).__name__}.")
     _dtypes_agree(named)
-    q, k, v = (jnp.asarray(x) for x in named.values())
+    q, k, v = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in named.values())
     shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if not all(isinstance(n, int) for n in x.shape):
@@ -43,8 +43,8 @@ def query_key_value(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple
             f"The {heads} heads of `query` must be a multiple of the {kv_heads} heads of `key` and `value`; "
             f"got {shapes}.{_swap_hint(q, k, v)}"
         )
-    if q.shape[-1] == 0:
-        raise ValueError(f"The head dim of `query` and `key` must be at least 1; got {shapes}.")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"Each head dim must be at least 1; got {shapes}.")
     return q, k, v
 
 
@@ -72,36 +72,28 @@ def _swap_hint(*arrays: jax.Array) -> str:
     return " They would agree as [..., heads, length, head_dim]: swap the two dims with `jnp.swapaxes(x, -3, -2)`."
 
 
-def sharding(**arrays: jax.Array) -> None:
-    """Refuses arrays that are sharded over an explicit mesh axis, by their types; `shard_map` serves them."""
-    for name, x in arrays.items():
-        placed = jax.typeof(x).sharding
-        used = {
-            axis for axes in placed.spec if axes is not None for axis in (axes if isinstance(axes, tuple) else (axes,))
-        }
-        types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
-        explicit = sorted(axis for axis in used if types.get(axis) == jax.sharding.AxisType.Explicit)
-        if explicit:
-            raise NotImplementedError(
-                f"`{name}` is sharded over the explicit mesh axes {explicit}, which is not supported yet. Call "
-                "flash_attention inside `jax.shard_map` over these axes, with whole sequences on each device."
-            )
-
-
 def scale(value: float | ArrayLike | None, head_dim: int) -> float | jax.Array:
-    """The scale as a float where it is a Python or NumPy number, as a 0-d array where it is an array."""
+    """The scale as a float where it is a Python or NumPy number, as a 0-d array where it is a JAX array."""
     if value is None:
         return head_dim**-0.5
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        if jnp.ndim(value) != 0:
-            raise ValueError(f"`scale` must be a number or a scalar array; got shape {jnp.shape(value)}.")
-        if not jnp.issubdtype(jnp.result_type(value), jnp.floating) and isinstance(value, jax.Array):
-            raise TypeError(f"`scale` must be a real number or a floating-point scalar; got dtype {value.dtype}.")
-        if isinstance(value, jax.Array):
-            return value
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.ndarray, np.generic)):
-        raise TypeError(f"`scale` must be a real number or a floating-point scalar; got {type(value).__name__}.")
-    number = float(value)
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    got = f"dtype {value.dtype}" if is_array else type(value).__name__
+    if is_array and jnp.ndim(value) != 0:
+        raise ValueError(f"`scale` must be a number or a scalar array; got shape {jnp.shape(value)}.")
+    if isinstance(value, jax.Array):
+        is_number = jnp.issubdtype(value.dtype, jnp.floating)
+    elif is_array:
+        is_number = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    else:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"`scale` must be a real number or a floating-point scalar; got {got}.")
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"`scale` must be finite; got {number}.")
     return number
@@ -134,8 +126,6 @@ def window(value: Band | None) -> Band | None:
 def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]) -> int | jax.Array | None:
     """An int, or an int32 array of the batch's rank with the batch's dims or 1, for the argument called `name`."""
     if value is None or isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        if value is not None and not -(2**31) <= value < 2**31:
-            raise ValueError(f"`{name}` must fit in 32 bits; got {value}.")
         return None if value is None else int(value)
     if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
         got = getattr(value, "dtype", type(value).__name__)
@@ -143,7 +133,12 @@ def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]
     shape = jnp.shape(value)
     if len(shape) > len(batch) or any(n not in (1, b) for n, b in zip(shape[::-1], batch[::-1], strict=False)):
         raise ValueError(f"`{name}` must be broadcastable to the batch shape {batch}; got shape {shape}.")
-    value = jnp.asarray(value)  # first, since jnp.reshape leaves a NumPy array a NumPy array
+    # Cut in its own dtype: what lies beyond 32 bits lies beyond every length too, and must not wrap.
+    info, int32 = jnp.iinfo(value.dtype), jnp.iinfo(jnp.int32)
+    if info.bits >= 32 and value.dtype != jnp.int32:
+        clip = np.clip if isinstance(value, np.ndarray) else jnp.clip
+        value = clip(value, max(info.min, int32.min), min(info.max, int32.max))
+    value = jnp.asarray(value)  # since jnp.reshape leaves a NumPy array a NumPy array
     return jnp.reshape(value, (1,) * (len(batch) - len(shape)) + shape).astype(jnp.int32)
 
 

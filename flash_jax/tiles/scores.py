@@ -51,16 +51,28 @@ def probability(
       scale: of the call.
       allowed: bool like `product`; None where every entry is allowed.
       dtype: of the inputs. For 16-bit ones both terms are brought to base 2 beforehand, which leaves a multiply-add for
-        each entry and rounds them once more, far below the inputs' own precision; wider ones subtract first.
+        each entry and rounds them once more, which matters only for scores in the thousands; wider ones subtract first.
     """
     if jnp.dtype(dtype).itemsize < 4:
         score = product * (scale.value * LOG2_E) - lse * LOG2_E
     else:
         score = (product * scale.value - lse) * LOG2_E
+    score = _at_most_0(score)
     return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 
 
-def scale_gradient(ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
+@jax.custom_jvp
+def _at_most_0(score: jax.Array) -> jax.Array:
+    """The score relative to lse, which rounding can carry above 0: far above, where scores are huge. Its slope is 1."""
+    return jnp.minimum(score, 0)
+
+
+_at_most_0.defjvp(lambda primals, tangents: (_at_most_0(*primals), tangents[0]))
+
+
+def scale_gradient(
+    ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse: jax.Array, lse_ct: jax.Array | None
+) -> jax.Array:
     """[..., H, T]: each row's part of the scale's gradient, sum_j ds_ij (q_i . k_j), from three sums over the row.
 
     The sum of ds over a row is the cotangent of its lse (0 without one). What it falls short by comes from delta, which
@@ -69,7 +81,8 @@ def scale_gradient(ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse_ct: jax
 
     Args:
       ds_qk, ds, p_qk: [..., H, T], sums over j of ds_ij (q_i . k_j), ds_ij and p_ij (q_i . k_j).
+      lse: [..., H, T]; rows where it is -inf are dead, and all their sums 0.
       lse_ct: [..., H, T], None where it is zero.
     """
-    excess = ds if lse_ct is None else ds - lse_ct
+    excess = ds if lse_ct is None else ds - jnp.where(lse == -jnp.inf, 0, lse_ct)
     return ds_qk - excess * p_qk

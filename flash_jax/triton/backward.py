@@ -196,7 +196,7 @@ def _query_gradients(residuals, operands, lead, leads, spec, lse_ct) -> dict[str
     found = {"query": dq_flat.reshape(dq.shape)}
     if n_sums:
         ds_qk, ds, p_qk = (x.reshape(sums.shape) for x in sums_flat)
-        rows = scores.scale_gradient(ds_qk, ds, p_qk, lse_ct)
+        rows = scores.scale_gradient(ds_qk, ds, p_qk, residuals.lse, lse_ct)
         found["scale"] = jnp.where(residuals.lse == -jnp.inf, 0, rows).sum((-1, -2))
     return found
 

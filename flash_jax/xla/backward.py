@@ -34,7 +34,7 @@ def backward(
     delta = plan.q_stats(softmax.delta(out, out_ct, lse, lse_ct))
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse))
 
-    lead = broadcast_lead((lse, 2), (out_ct, 3))
+    lead = broadcast_lead((lse, 2), (out_ct, 3), (lse_ct, 2))
     shapes = {
         "query": lambda lead: (*lead, *q_rows.shape[-4:]),
         "key": lambda lead: plan.kv_shape(lead, k.shape[-1]),
@@ -55,7 +55,7 @@ def backward(
         dp = product("...qkge,...ske->...kgqs", ct_tile, v_tile, spec)
         ds = p * (dp - plan.stat_tile(delta, tile)[..., None])
         if "scale" in totals:
-            sums = jnp.stack([x.sum(-1) for x in (ds * qk, ds, p * qk)])
+            sums = jnp.stack(jnp.broadcast_arrays(*(x.sum(-1) for x in (ds * qk, ds, p * qk))))
             totals["scale"] = add_tile(totals["scale"], sums, tile.row, -1)
         ds = (ds * scale.value).astype(q.dtype)
         if "query" in totals:
@@ -80,5 +80,5 @@ def backward(
 
 def _scale_total(sums, lse_ct, lse, lead):
     ds_qk, ds, p_qk = sums
-    rows = scores.scale_gradient(ds_qk, ds, p_qk, lse_ct)
+    rows = scores.scale_gradient(ds_qk, ds, p_qk, lse, lse_ct)
     return sum_to(jnp.where(lse == -jnp.inf, 0, rows).sum((-1, -2)), lead)
