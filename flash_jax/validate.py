@@ -91,7 +91,7 @@ def scale(value: float | ArrayLike | None, head_dim: int) -> float | jax.Array:
     if isinstance(value, jax.Array):
         return value
     try:
-        number = float(value)
+        number = float(value)  # pyright: ignore[reportArgumentType]
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
