@@ -150,7 +150,8 @@ def _primitive(name: str, shapes, run) -> Primitive:
 
     def impl(*args, **params):
         # Where JAX does not jit (disable_jit, and when debug_nans looks for a culprit), bind would come back here.
-        if jax.config.jax_disable_jit or _evaluating.get():
+        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        if disabled or _evaluating.get():
             return run(*args, platform=compat.platform_of(args[0]), **params)
         token = _evaluating.set(True)
         try:
