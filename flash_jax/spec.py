@@ -48,6 +48,10 @@ block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
             value = getattr(self, name)
             if value is not None and not isinstance(value, BlockSizes):
                 raise TypeError(f"`BlockSizes.{name}` must be a BlockSizes or None; got {type(value).__name__}.")
+            if value is not None and (value.dq is not None or value.dkv is not None):
+                raise ValueError(
+                    f"`BlockSizes.{name}` is for one pass, so it can have no dq or dkv of its own; got {value}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,8 @@ def interpret_mode() -> Iterator[None]:
 
     Meant for tests on machines without a GPU: the kernel's own code runs, slowly, as XLA operations. The mode is read
     when a call is traced and stays with what was traced, so a function that was jitted inside keeps it, and one that
-    was already traced outside is not affected.
+    was already traced outside is not affected. It holds for this thread only; inside `jax.shard_map`, JAX's interpreter
+    needs check_vma=False.
 
     Example:
       >>> import jax.numpy as jnp, flash_jax

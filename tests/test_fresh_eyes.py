@@ -115,3 +115,11 @@ def test_values_without_columns_are_refused():
     q, k, v = C.arrays()
     with pytest.raises(ValueError, match="Each head dim must be at least 1"):
         flash_jax.flash_attention(q, k, v[..., :0])
+
+
+@pytest.mark.parametrize("name", ["dq", "dkv"])
+def test_sizes_of_one_pass_have_no_passes_of_their_own(name):
+    """R17: nothing accepted is ignored."""
+    one = flash_jax.BlockSizes(dq=flash_jax.BlockSizes(block_q=16))
+    with pytest.raises(ValueError, match=f"`BlockSizes.{name}` is for one pass"):
+        flash_jax.BlockSizes(**{name: one})

@@ -120,7 +120,7 @@ def flash_attention_dkv_kernel(operands, refs: Residuals, dk_ref, dv_ref, *, spe
         else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
     )
     dk = tuple(part * scale.value for part in dk)
-    if inside is not None:  # keys past the length have the dead gradient 0, also where a full tile computed something
+    if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
         dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
     within = None if shape.S % tile.block_kv == 0 else cols < shape.S
     columns.store(dk_ref, dk, within, shape.D)
