@@ -5,6 +5,10 @@ error of plain attention in the inputs' own dtype:
 
     max|x - oracle| <= 2 max|plain - oracle| + eps(dtype) max|oracle|        (3 for gradients and tangents)
 
+The dtype is that of the result, with one exception: a bias, slopes or sinks that are float32 beside a query of 16 bits
+have float32 gradients, made of products and outputs that are rounded to 16 bits; for these alone eps is that of the
+query's dtype, the "same dtype" of the rule.
+
 Where both sides are in float64, `assert_same_in_float64` and `assert_slope` allow for the rounding of float64 alone.
 """
 
@@ -38,7 +42,14 @@ def assert_agrees(results, program: Program, *arrays):
     derivative = jax.tree.leaves(jax.tree.broadcast(program.derivative, results))
     leaves = zip(named, jax.tree.leaves(oracle), jax.tree.leaves(plain), derivative, strict=True)
     for (path, x), r, p, is_derivative in leaves:
-        assert_accurate(x, r, p, derivative=is_derivative, name=jax.tree_util.keystr(path))
+        name = jax.tree_util.keystr(path)
+        inputs = jax.tree.leaves(arrays)[0].dtype if is_derivative and _is_riding_along(path) else None
+        assert_accurate(x, r, p, derivative=is_derivative, name=name, inputs=inputs)
+
+
+def _is_riding_along(path):
+    """Whether this result is the gradient of a bias, of slopes or of sinks (see `programs`)."""
+    return any(getattr(part, "key", None) in ("bias", "alibi_slopes", "sinks") for part in path)
 
 
 def judges(program: Program, *arrays):
@@ -60,8 +71,11 @@ def _widened(array):
     return np.asarray(array, np.float64) if jnp.issubdtype(jnp.result_type(array), jnp.floating) else array
 
 
-def assert_accurate(actual, oracle, plain, *, derivative=False, name=""):
-    """Raises AssertionError unless `actual` is as near to `oracle` as R20 asks, measured by `plain`."""
+def assert_accurate(actual, oracle, plain, *, derivative=False, name="", inputs=None):
+    """Raises AssertionError unless `actual` is as near to `oracle` as R20 asks, measured by `plain`.
+
+    inputs: the dtype of query, key and value, where a result of another dtype is to be judged by it.
+    """
     assert actual.shape == oracle.shape, f"{name}: shape {actual.shape} instead of {oracle.shape}"
     assert actual.dtype == plain.dtype, f"{name}: dtype {actual.dtype} instead of {plain.dtype}"
     x, r, p = (np.asarray(a).astype(np.float64) for a in (actual, oracle, plain))
@@ -73,7 +87,8 @@ def assert_accurate(actual, oracle, plain, *, derivative=False, name=""):
     finite = np.isfinite(r)
     error = np.zeros_like(r)
     error[finite] = np.abs(x[finite] - r[finite])
-    bound = error_bound(r[finite], p[finite], plain.dtype, derivative=derivative)
+    dtype = plain.dtype if inputs is None else max(plain.dtype, inputs, key=lambda d: float(jnp.finfo(d).eps))
+    bound = error_bound(r[finite], p[finite], dtype, derivative=derivative)
     assert _largest(error) <= bound, (
         f"{name}: error {_largest(error):.3e} at {_first(error == _largest(error))} exceeds {bound:.3e} "
         f"(largest value {_largest(r[finite]):.3e})"

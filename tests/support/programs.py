@@ -2,6 +2,9 @@
 
 A `Program` is called as `program(attend, *arrays)`, where `attend` is called as `flash_attention` is, and gives a
 pytree of results: so one program runs with the implementation under test, with the oracle and with plain attention.
+
+`inputs` are (query, key, value), or these and a dict of arrays by their keyword (bias, scale, alibi_slopes, sinks) that
+are differentiated as well; gradients have the same structure.
 """
 
 import functools
@@ -30,18 +33,23 @@ class Program:
 
     def fingerprint(self, arrays):
         """Equal for two calls only if they compute the same: the key under which the judges' results are kept."""
-        leaves, tree = jax.tree.flatten((self.options, arrays))
+        leaves, tree = jax.tree.flatten(jax.tree.map(_words, (self.options, arrays)))
         contents = tuple((np.asarray(x).dtype.name, np.shape(x), np.asarray(x).tobytes()) for x in leaves)
         return self.function, str(tree), contents
 
 
+def _words(x):
+    """A JAX key as its words, anything else unchanged."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) else x
+
+
 def forward(**options):
-    """`program(attend, query, key, value)`: output and log-sum-exp."""
+    """`program(attend, *inputs)`: output and log-sum-exp."""
     return Program(_forward, options)
 
 
 def gradients(**options):
-    """`program(attend, (query, key, value), (dout, dlse))`: gradients of the inputs through both results.
+    """`program(attend, inputs, (dout, dlse))`: gradients of the inputs through both results.
 
     A cotangent that is None means that this result is not used at all.
     """
@@ -58,22 +66,27 @@ def tangents(**options):
     return Program(_tangents, options, derivative=True)
 
 
+def everything(**options):
+    """`program(attend, inputs, cotangents, input tangents)`: what `forward`, `gradients` and `tangents` give."""
+    return Program(_everything, options, derivative=(False, True, True))
+
+
 def second_order(**options):
     """`program(attend, inputs, cotangents, directions)`: the derivative of the gradients along `directions`."""
     return Program(_second_order, options, derivative=True)
 
 
-def _forward(attend, query, key, value):
-    return attend(query, key, value, return_lse=True)
+def _forward(attend, query, key, value, operands=None):
+    return attend(query, key, value, **(operands or {}), return_lse=True)
 
 
 def _gradients(attend, inputs, cotangents):
     dout, dlse = cotangents
 
-    def used(query, key, value):
+    def used(query, key, value, operands=None):
         if dlse is None:
-            return attend(query, key, value), None
-        out, lse = attend(query, key, value, return_lse=True)
+            return attend(query, key, value, **(operands or {})), None
+        out, lse = _forward(attend, query, key, value, operands)
         return (None if dout is None else out), lse
 
     return jax.vjp(used, *inputs)[1]((dout, dlse))
@@ -86,6 +99,10 @@ def _values_and_gradients(attend, inputs, cotangents):
 
 def _tangents(attend, inputs, directions):
     return jax.jvp(functools.partial(_forward, attend), inputs, directions)[1]
+
+
+def _everything(attend, inputs, cotangents, directions):
+    return *_values_and_gradients(attend, inputs, cotangents), _tangents(attend, inputs, directions)
 
 
 def _second_order(attend, inputs, cotangents, directions):
