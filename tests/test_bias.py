@@ -1,0 +1,141 @@
+"""`bias`: added to the scores after the scale, broadcast over any dims, differentiated in its own shape and dtype."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import flash_jax
+from tests.support.accuracy import check
+from tests.support.cases import case
+from tests.support.programs import Program, everything, second_order, values_and_gradients
+from tests.support.structure import lowered_sizes, named
+
+FEWER_QUERIES, MORE_QUERIES = "B2-T19-S35-H4-K2-D8-f32", "B2-T35-S19-H4-K1-D8-f32"
+
+
+@pytest.mark.parametrize(
+    "name, shape, options",
+    [
+        (FEWER_QUERIES, (2, 4, 19, 35), {"causal": True}),
+        (FEWER_QUERIES, (2, 1, 19, 35), {"kv_lengths": np.array([35, 17])}),
+        (MORE_QUERIES, (2, 4, 1, 19), {"causal": True}),
+        (MORE_QUERIES, (1, 4, 35, 1), {"window": (20, 2)}),
+    ],
+    ids=["B-H-T-S", "B-1-T-S", "B-H-1-S", "1-H-T-1"],
+)
+def test_values_gradients_and_tangents(attend, name, shape, options):
+    """Case D01, together with the file's next test."""
+    c = case(name)
+    program = everything(**options)
+    _, (*_, operands), _ = check(program, attend, c.inputs(bias=shape), c.cotangents(), c.inputs(1, bias=shape))
+    assert operands["bias"].shape == shape
+
+
+def of_bias(attend, inputs, cotangents, bias):
+    """The gradient of the bias alone: all that a learned relative position needs."""
+    return {"bias": jax.vjp(lambda b: attend(*inputs, b, return_lse=True), bias)[1](cotangents)[0]}
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 19, 35), (1, 1, 19, 35), (19, 35), (4, 1, 1), (2, 1, 1, 35)], ids=str)
+def test_gradient_has_the_shape_of_the_bias(attend, shape):
+    c = case(FEWER_QUERIES)
+    program = Program(of_bias, {"causal": True}, derivative=True)
+    found = check(program, attend, c.arrays(), c.cotangents(), c.normal(shape, 0, "bias"))
+    assert found["bias"].shape == shape
+
+
+@pytest.mark.parametrize("dtype, dtype_of_bias", [("bf16", "f32"), ("f16", "f16"), ("f32", "bf16")])
+def test_gradient_has_the_dtype_of_the_bias(attend, dtype, dtype_of_bias):
+    """Case A04 is the first: a float32 bias beside bfloat16 inputs."""
+    c = case(FEWER_QUERIES.replace("f32", dtype))
+    bias = case(f"T1-{dtype_of_bias}").normal((4, 19, 35), 0, "bias")
+    found = check(Program(of_bias, {"causal": True}, derivative=True), attend, c.arrays(), c.cotangents(), bias)
+    assert found["bias"].dtype == bias.dtype
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_minus_infinity_hides(attend, dtype):
+    """Not attended, as with a mask: rows that are -inf throughout are dead, and -inf has no gradient."""
+    c = case(FEWER_QUERIES.replace("f32", dtype))
+    *inputs, riding = c.inputs(bias=(2, 1, 19, 35))
+    hidden = c.normal((2, 1, 19, 35), 1, "hidden").astype(np.float32) > 0.5
+    hidden[0, 0, 3] = hidden[1, 0, 17] = hidden[1, 0, :, :20] = True
+    bias = np.where(hidden, np.array(-np.inf, c.dtype), riding["bias"])
+    given = (*inputs, {"bias": bias}), c.cotangents(), c.inputs(2, bias=bias.shape)
+    (out, lse), (dq, _, _, operands), _ = check(everything(), attend, *given)
+    for x in (out, dq):
+        assert not np.any(x[0, 3]) and not np.any(x[1, 17]) and np.any(x[0, 4])
+    assert (np.asarray(lse)[0, :, 3] == -np.inf).all()
+    assert not np.any(np.asarray(operands["bias"])[hidden])
+
+
+def test_minus_infinity_everywhere(attend):
+    c = case("B2-T5-S19-H2-f32")
+    given = (*c.arrays(), {"bias": np.full((1, 1), -np.inf, np.float32)}), c.cotangents()
+    (out, lse), gradients = jax.jit(functools.partial(values_and_gradients(), attend))(*given)
+    assert not np.any(out) and (np.asarray(lse) == -np.inf).all()
+    assert not any(np.any(g) for g in jax.tree.leaves(gradients))
+
+
+def test_is_the_fourth_argument_by_position(attend):
+    q, k, v = case("B2-T5-S7-f32").arrays()
+    bias = np.arange(7, dtype=np.float32)
+    np.testing.assert_array_equal(attend(q, k, v, bias), attend(q, k, v, bias=bias))
+
+
+@pytest.mark.parametrize("axis", [0, None], ids=["mapped", "not-mapped"])
+def test_vmap(attend, axis):
+    """Inside a batch; the gradient of a bias that is not mapped is each example's own."""
+    c = case("B3x2-T9-S19-H4-K2-D8-f32")
+    bias = c.normal((3, 2, 4, 9, 1) if axis == 0 else (2, 4, 9, 1), 0, "bias")
+
+    def mapped(attend, inputs, cotangents, bias):
+        one = lambda x, ct, b: values_and_gradients()(attend, (*x, {"bias": b}), ct)  # noqa: E731
+        return jax.vmap(one, in_axes=(0, 0, axis))(inputs, cotangents, bias)
+
+    program = Program(mapped, {"causal": True}, derivative=(False, True))
+    _, (*_, operands) = check(program, attend, c.arrays(), c.cotangents(), bias)
+    assert operands["bias"].shape == (3, 2, 4, 9, 1)
+
+
+def test_gradient_of_vmap_sums_over_the_examples(attend):
+    c = case("B3-T9-S19-H4-K2-D8-f32")
+
+    def summed(attend, q, k, v, bias):
+        one = jax.vmap(attend, in_axes=(0, 0, None, None))
+        return {"bias": jax.grad(lambda b: (one(q, k, v, b) ** 2).sum())(bias)}
+
+    q, k, v = c.arrays()
+    check(Program(summed, derivative=True), attend, q, k, v[0], c.normal((4, 1, 19), 0, "bias"))
+
+
+def test_derivative_of_the_gradients(attend):
+    c = case("B2-T9-S19-H4-K2-D8-f32")
+    shape = (2, 1, 9, 19)
+    check(second_order(causal=True), attend, c.inputs(bias=shape), c.cotangents(), c.inputs(1, bias=shape))
+
+
+def test_a_frozen_bias_costs_no_gradient():
+    """`backward` is not asked for the gradient of a bias that is not differentiated."""
+    c = case("B2-T9-S19-H4-K2-D8-f32")
+    q, k, v, riding = c.inputs(bias=(4, 9, 19))
+    loss = lambda q, b: flash_jax.flash_attention(q, k, v, b).sum()  # noqa: E731
+    for argnums, wanted in ((0, ["query"]), (1, ["bias"]), ((0, 1), ["query", "bias"])):
+        (equation,) = named("flash_attention_backward", jax.grad(loss, argnums), q, riding["bias"])
+        assert [name for name, _ in equation.params["wanted"]] == wanted
+
+
+def test_a_bias_that_is_broadcast_stays_so(attend):
+    """Nothing of T * S elements, forward and backward, where the bias is a row of keys for each head."""
+    c = case("T300-S290-H1-K1-D4-f32")
+    program = functools.partial(values_and_gradients(causal=True), attend)
+    assert max(lowered_sizes(program, c.inputs(bias=(1, 1, 290)), c.cotangents())) < 300 * 290
+
+
+@pytest.mark.parametrize("name, shape", [("B2-T5-S0-H2-f32", (2, 5, 1)), ("B2-T0-S5-H2-f32", (2, 1, 5))])
+def test_no_keys_or_no_queries(attend, name, shape):
+    c = case(name)
+    _, (*_, operands) = check(values_and_gradients(), attend, c.inputs(bias=shape), c.cotangents())
+    assert operands["bias"].shape == shape and not np.any(operands["bias"])

@@ -1,0 +1,127 @@
+"""Segments: a query attends the keys of its own id; a negative id is padding that attends nothing (R5)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.accuracy import assert_agrees, check
+from tests.support.cases import case, poisoned
+from tests.support.programs import Program, everything, gradients, values_and_gradients
+
+SQUARE, CROSS = "B2-T40-H4-K2-D8-f32", "B2-T19-S53-H4-K1-D8-f32"
+DOCUMENTS = np.repeat([[3, 0, 7, -1], [1, 2, 2, 5]], [17, 9, 11, 3], axis=1)  # ids need not grow
+
+
+def drawn_ids(shape, low, high, seed=0):
+    return np.random.default_rng(seed).integers(low, high, shape)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        (SQUARE, {"segment_ids": DOCUMENTS, "causal": True}),
+        (
+            CROSS,
+            {"q_segment_ids": np.sort(drawn_ids((2, 19), 0, 4)), "kv_segment_ids": np.sort(drawn_ids((2, 53), 0, 5))},
+        ),
+        (
+            CROSS.replace("f32", "bf16"),
+            {"q_segment_ids": drawn_ids((2, 19), -1, 3), "kv_segment_ids": drawn_ids((53,), -2, 3), "window": (40, 9)},
+        ),
+        ("B2-T53-S19-H2-D8-f32", {"q_segment_ids": drawn_ids((53,), 0, 3), "kv_segment_ids": drawn_ids((2, 19), 0, 4)}),
+    ],
+    ids=["packed-causal", "sorted", "unsorted-bf16", "more-queries"],
+)
+def test_values_gradients_and_tangents(attend, name, options):
+    """Case D07 among them: ids of queries and of keys, of different lengths."""
+    c = case(name)
+    check(everything(**options), attend, c.arrays(), c.cotangents(), c.tangents())
+
+
+def test_padding_attends_nothing_and_may_be_nan(attend):
+    """Cases A16 and D08: padding is no segment, so its rows are dead and nobody attends it."""
+    c = case(CROSS)
+    q_ids, kv_ids = drawn_ids((2, 19), 0, 2), drawn_ids((2, 53), 0, 2)
+    q_ids[0, 4:9] = q_ids[1, 16:] = kv_ids[0, 30:] = kv_ids[1, 3] = -1
+    rows, keys = q_ids < 0, kv_ids < 0
+    (q, k, v), (dout, dlse), (tq, tk, tv) = c.arrays(), c.cotangents(), c.tangents()
+    by_head = np.broadcast_to(rows[:, None], dlse.shape)
+    given = (
+        (poisoned(q, rows), poisoned(k, keys), poisoned(v, keys)),
+        (poisoned(dout, rows), poisoned(dlse, by_head)),
+        (poisoned(tq, rows), poisoned(tk, keys), poisoned(tv, keys)),
+    )
+    program = everything(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    (out, lse), (dq, dk, _), _ = check(program, attend, (q, k, v), (dout, dlse), (tq, tk, tv), given=given)
+    assert not np.any(np.asarray(out)[rows]) and not np.any(np.asarray(dq)[rows]) and not np.any(np.asarray(dk)[keys])
+    assert (np.asarray(lse)[by_head] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_nothing_leaks_from_one_document_to_another(attend, dtype):
+    """Case D06, 2 x 128 tokens scaled to 2 x 21: bit for bit, the second document's outputs and gradients."""
+    c = case(f"T42-H4-K2-D8-{dtype}")
+    ids = np.repeat([0, 1], 21)
+    run = jax.jit(lambda *x: values_and_gradients(causal=True, segment_ids=ids)(attend, *x))
+    changed = tuple(np.concatenate([-3 * x[:21], x[21:]]) for x in c.arrays())
+    dout, dlse = c.cotangents()
+    (out, lse), found = run(c.arrays(), (dout, dlse))
+    cotangents = np.concatenate([2 * dout[:21], dout[21:]]), dlse
+    (out2, lse2), found2 = run(changed, cotangents)
+    np.testing.assert_array_equal(lse[:, 21:], lse2[:, 21:])
+    for x, y in zip((out, *found), (out2, *found2), strict=True):
+        np.testing.assert_array_equal(x[21:], y[21:])
+        assert np.any(x[:21] != y[:21])
+
+
+def test_each_document_equals_its_own_call(attend):
+    """Packed or alone, values and gradients are the same, lengths that are no multiple of a tile included."""
+    c = case("T40-H4-K2-D8-f32")
+    ids = DOCUMENTS[0]
+    program = values_and_gradients(causal=True, segment_ids=ids)
+    (out, lse), found = jax.jit(lambda *x: program(attend, *x))(c.arrays(), c.cotangents())
+    dout, dlse = c.cotangents()
+    for document in (3, 7):
+        at = np.flatnonzero(ids == document)
+        alone = tuple(x[at] for x in c.arrays())
+        results = (out[at], lse[:, at]), tuple(g[at] for g in found)
+        assert_agrees(results, values_and_gradients(causal=True), alone, (dout[at], dlse[:, at]))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
+def test_vmap(attend, axes):
+    c = case("B3-T19-S23-H2-D8-f32")
+    shapes = [(3, n) if axis == 0 else (n,) for n, axis in zip((19, 23), axes, strict=True)]
+    ids = [drawn_ids(shape, -1, 3, seed) for seed, shape in enumerate(shapes)]
+
+    def mapped(attend, inputs, cotangents, *ids):
+        def one(x, ct, q_ids, kv_ids):
+            return gradients(q_segment_ids=q_ids, kv_segment_ids=kv_ids)(attend, x, ct)
+
+        return jax.vmap(one, in_axes=(0, 0, *axes))(inputs, cotangents, *ids)
+
+    check(Program(mapped, derivative=True), attend, c.arrays(), c.cotangents(), *ids)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64], ids=lambda d: d.__name__)
+def test_ids_of_any_integer_dtype(attend, dtype):
+    q, k, v = case("B2-T19-H2-D8-f32").arrays()
+    ids = drawn_ids((19,), 0, 3)
+    expected = attend(q, k, v, segment_ids=ids.astype(np.int32))
+    np.testing.assert_array_equal(attend(q, k, v, segment_ids=ids.astype(dtype)), expected)
+
+
+def test_integers_ride_through_a_gradient(attend):
+    """Case D09: positions and ids as traced integers under jit and grad; their own cotangents are JAX's float0."""
+    c = case("B2-T19-H2-D8-f32")
+    ids, at = drawn_ids((2, 19), -1, 2), np.arange(19)[::-1].copy()
+
+    @jax.jit
+    def pulled(q, k, v, ids, at):
+        call = lambda *x: attend(*x[:3], segment_ids=x[3], q_positions=x[4], causal=True)  # noqa: E731
+        return jax.vjp(call, q, k, v, ids, at)[1](jnp.ones_like(q))
+
+    *found, of_ids, of_positions = pulled(*c.arrays(), ids, at)
+    assert all(np.any(g) and np.isfinite(g).all() for g in found)
+    assert of_ids.dtype == of_positions.dtype == jax.dtypes.float0
