@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_sharding
 
+from flash_jax import dropout_mask, flash_attention
 from flash_jax.flax.linen import SelfAttention, attention_fn
-from tests.support.accuracy import assert_accurate, judges
+from tests.support.accuracy import assert_accurate, assert_same_in_float64, judges
 from tests.support.programs import Program
 from tests.support.self_attention import (
     BATCH,
@@ -19,10 +21,12 @@ from tests.support.self_attention import (
     FEATURES,
     LENGTH,
     cotangent,
+    hold_call,
     hold_gradients,
     hold_output,
     inputs,
     normal,
+    outputs_of_the_past,
 )
 
 
@@ -82,7 +86,7 @@ def test_kernels_are_initialised_as_matrices():
 
 
 def test_parameters_carry_logical_names():
-    layer = SelfAttention(4, num_kv_heads=2, qk_norm=True, use_bias=True)
+    layer = SelfAttention(4, num_kv_heads=2, qk_norm=True, use_bias=True, sinks=True)
     spec = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(0), normal(1, BATCH, LENGTH, FEATURES)))[
         "params"
     ]
@@ -95,6 +99,7 @@ def test_parameters_carry_logical_names():
         "out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("embed",)},
         "query_norm": {"scale": ("head_dim",)},
         "key_norm": {"scale": ("head_dim",)},
+        "sinks": ("heads",),
     }
 
 
@@ -106,6 +111,41 @@ def test_logical_names_shard_the_parameters():
     params = nn.unbox(jax.jit(layer.init, out_shardings=shardings)(jax.random.key(0), x))["params"]
     assert params["query"]["kernel"].sharding.spec == jax.P(None, "model", None)
     assert params["out"]["kernel"].sharding.spec == jax.P("model", None, None)
+
+
+def test_a_call_narrows_what_is_attended():
+    x, params = inputs("defaults")
+    apply = jax.jit(SelfAttention(**CASES["defaults"]).apply)
+    ids = np.array([[0] * 5 + [1] * 8, [3] * 10 + [-1] * 3])
+    hold_call(apply({"params": params}, x, segment_ids=ids), "defaults", segment_ids=ids)
+    mask = normal(2, 1, 4, LENGTH, LENGTH) > 0
+    for given in (mask, mask.astype(np.float32)):
+        hold_call(apply({"params": params}, x, mask=given), "defaults", mask=mask)
+
+
+def test_dropout_is_applied_unless_deterministic():
+    x, params = inputs("defaults")
+    key, config = jax.random.key(5), CASES["defaults"]
+    layer = SelfAttention(**config, dropout_rate=0.4)
+    apply = jax.jit(layer.apply, static_argnames="deterministic")
+    hold_output(apply({"params": params}, x, deterministic=True), "defaults")
+    dropped = apply({"params": params}, x, deterministic=False, dropout_rng=key)
+    hold_call(dropped, "defaults", dropout_rate=0.4, dropout_key=key)
+    training = jax.jit(SelfAttention(**config, dropout_rate=0.4, deterministic=False).apply)
+    first, second = (training({"params": params}, x, rngs={"dropout": k}) for k in jax.random.split(key))
+    assert np.abs(np.subtract(first, second)).max() > 0.1
+    with pytest.raises(ValueError, match="deterministic"):
+        layer.apply({"params": params}, x)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_future_is_never_seen(deterministic):
+    x, params = inputs("every-option")
+    layer = SelfAttention(**CASES["every-option"], dropout_rate=0.3, deterministic=deterministic)
+    first, second = outputs_of_the_past(
+        lambda x: layer.apply({"params": params}, x, rngs={"dropout": jax.random.key(0)}), x
+    )
+    np.testing.assert_array_equal(first, second)
 
 
 def decoder(config, length, **options):
@@ -151,6 +191,30 @@ def test_decoding_gives_what_the_whole_sequence_gives(name, chunks):
     hold_output(out, name)
     assert int(cache["cache_index"]) == LENGTH
     assert np.isnan(cache["cached_key"][:, LENGTH:]).all()
+
+
+def test_a_mask_hides_the_padding_before_a_prompt():
+    x, params = inputs("every-option")
+    layer, cache = decoder(CASES["every-option"], LENGTH)
+    there = np.ones((BATCH, 1, 1, LENGTH), bool)
+    there[0, ..., :4] = False  # the first prompt is shorter, and stands at the right of its row
+    step = jax.jit(lambda cache, x: layer.apply({"params": params, "cache": cache}, x, mask=there, mutable=["cache"]))
+    outs = []
+    for piece in np.split(x, [6, 7], axis=1):
+        out, state = step(cache, piece)
+        cache = state["cache"]
+        outs.append(out)
+    outs = np.concatenate(outs, axis=1)
+    whole = SelfAttention(**CASES["every-option"])
+    np.testing.assert_allclose(outs[0, 4:], whole.apply({"params": params}, x[0, 4:]), atol=1e-5)
+    np.testing.assert_allclose(outs[1], whole.apply({"params": params}, x[1]), atol=1e-5)
+
+
+def test_segments_in_a_cache_are_refused():
+    x, params = inputs("defaults")
+    layer, cache = decoder(CASES["defaults"], LENGTH)
+    with pytest.raises(NotImplementedError, match="`segment_ids` while decoding is not supported.*`mask`"):
+        layer.apply({"params": params, "cache": cache}, x, segment_ids=np.zeros(LENGTH, int), mutable=["cache"])
 
 
 def test_each_implementation_decodes(implementation):
@@ -265,13 +329,120 @@ def test_harmless_values_pass():
     np.testing.assert_array_equal(plain, same)
 
 
+def flaxs_parameters():
+    x, params = inputs("defaults")
+    return x, {"params": {name: layer | {"bias": normal(9, *layer_shape(name))} for name, layer in params.items()}}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, bool])
+def test_masks_mean_what_flax_means(dtype):
+    x, params = flaxs_parameters()
+    some = (normal(2, BATCH, 4, LENGTH, LENGTH) > -1).astype(np.float32)
+    mask = nn.combine_masks(nn.make_causal_mask(x[..., 0]), some, dtype=dtype)
+    seen = np.asarray(mask) != 0
+    assert mask.dtype == dtype
+    program = Program(lambda attend, x, params: flax_module(lambda q, k, v: attend(q, k, v)).apply(params, x))
+    program.options = {"mask": seen}
+    oracle, plain = judges(program, x, params)
+    actual = jax.jit(flax_module(attention_fn).apply)(params, x, mask=mask)
+    assert_accurate(actual, oracle, plain)
+
+
+def test_a_bias_is_added():
+    q, bias = jnp.asarray(normal(1, 2, 5, 3, 8)), jnp.asarray(normal(2, 3, 5, 5))
+    np.testing.assert_array_equal(attention_fn(q, q, q, bias=bias), flash_attention(q, q, q, bias=bias))
+
+
+def test_flaxs_own_decoding():
+    x, params = flaxs_parameters()
+    causal = functools.partial(attention_fn, causal=True)
+    module = flax_module(causal, decode=True)
+    cache = module.init(jax.random.key(0), x)["cache"]
+
+    @jax.jit
+    def step(cache, x):
+        out, state = module.apply(params | {"cache": cache}, x, mutable=["cache"])
+        return out, state["cache"]
+
+    outs = []
+    for token in np.split(x, LENGTH, axis=1):
+        out, cache = step(cache, token)
+        outs.append(out)
+    whole = flax_module(causal).apply(params, x)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_dropout_keeps_what_it_says(shared):
+    """`broadcast_dropout`: whether all examples and heads drop the same. Values and every gradient, in float64."""
+    with jax.enable_x64(True):
+        rng, key = np.random.default_rng(0), jax.random.key(4)
+        shapes = (2, 3, 5, 4, 8), (2, 3, 7, 2, 8), (2, 3, 7, 2, 6), (3, 4, 1, 7), (2, 3, 5, 4, 6)
+        q, k, v, bias, cotangent = (rng.standard_normal(shape) for shape in shapes)
+        mask = rng.random((2, 1, 1, 5, 7)) < 0.8
+        kept = dropout_mask(key, 0.4, (1, 5, 7) if shared else (2, 3, 4, 5, 7))
+
+        def with_weights(q, k, v, bias):
+            units = jnp.broadcast_to(jnp.eye(7)[:, None], (2, 3, 7, 2, 7))
+            weights = jnp.moveaxis(flash_attention(q, k, units, bias, mask, implementation="reference"), -2, -3)
+            return jnp.einsum("...hts,...shd->...thd", weights * kept.astype(float) / 0.6, jnp.repeat(v, 2, axis=-2))
+
+        def dropping(q, k, v, bias):
+            options = {"dropout_rate": 0.4, "dropout_rng": key, "broadcast_dropout": shared}
+            return attention_fn(q, k, v, bias, mask, **options, implementation="xla")
+
+        def run(function):
+            out, pull = jax.vjp(function, q, k, v, bias)
+            return out, pull(cotangent)
+
+        jax.tree.map(assert_same_in_float64, jax.jit(run, static_argnums=0)(dropping), run(with_weights))
+
+
+def test_shared_dropout_says_what_is_wrong_of_the_arguments_as_they_are():
+    q, options = jnp.zeros((2, 5, 4, 8)), {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    with pytest.raises(ValueError, match=r"`mask` must be broadcastable.*\(2, 4, 5, 5\).*got shape \(3, 1, 5, 5\)"):
+        attention_fn(q, q, q, mask=np.ones((3, 1, 5, 5), bool), **options)
+    with pytest.raises(ValueError, match="`dropout_rate` must be at least 0 and less than 1; got 1.5"):
+        attention_fn(q, q, q, **options | {"dropout_rate": 1.5})
+    with pytest.raises(ValueError, match="`dropout_rate` 0.1 with deterministic=False needs a `dropout_rng`"):
+        attention_fn(q, q, q, dropout_rate=0.1)
+
+
+@pytest.mark.parametrize("sow_weights", [False, True])
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.4])
+def test_flaxs_own_module_never_sees_the_future(dropout_rate, sow_weights):
+    x, params = flaxs_parameters()
+    causal = functools.partial(attention_fn, causal=True)
+    module = flax_module(causal, dropout_rate=dropout_rate, deterministic=False)
+
+    def run(x):
+        options = {"sow_weights": sow_weights, "rngs": {"dropout": jax.random.key(0)}, "mutable": ["intermediates"]}
+        return module.apply(params, x, **options)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = outputs_of_the_past(run, x)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_weights_are_sown_as_flax_sows_them():
+    x, params = flaxs_parameters()
+    mask = nn.make_causal_mask(x[..., 0])
+
+    def run(module, **options):
+        return module.apply(params, x, mask=mask, mutable=["intermediates"], **options)
+
+    with pytest.warns(UserWarning, match="sow_weights=True computes the attention weights by the reference") as warned:
+        out, sown = run(flax_module(attention_fn), sow_weights=True)
+    assert len(warned) == 1
+    np.testing.assert_array_equal(out, run(flax_module(attention_fn))[0])
+    _, theirs = run(nn.MultiHeadDotProductAttention(num_heads=4), sow_weights=True)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), sown, theirs)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"bias": np.zeros((3, 5, 5), np.float32)}, r"`bias` is not supported; got float32\[3, 5, 5\]"),
-        ({"mask": np.ones((1, 5, 5), bool)}, r"`mask` is not supported; got bool\[1, 5, 5\].*causal=True"),
-        ({"dropout_rate": 0.1}, "`dropout_rate` above 0 is not supported; got 0.1 with deterministic=False"),
-        ({"module": nn.Dense(1)}, "`module` is not supported; got Dense.*sow_weights=False"),
         ({"einsum_dot_general": jax.lax.dot_general}, "`einsum_dot_general` is not supported; got function"),
         ({"qk_attn_weights_einsum": jnp.einsum}, "`qk_attn_weights_einsum` is not supported"),
         ({"attn_weights_value_einsum": jnp.einsum}, "`attn_weights_value_einsum` is not supported"),
@@ -283,16 +454,9 @@ def test_what_cannot_be_served_is_refused(arguments, text):
         attention_fn(q, q, q, **arguments)
 
 
-def test_flaxs_own_module_passes_on_what_is_refused():
-    x = normal(1, BATCH, LENGTH, FEATURES)
-    causal = functools.partial(attention_fn, causal=True)
-    with pytest.raises(NotImplementedError, match="`mask`"):
-        flax_module(attention_fn).init(jax.random.key(0), x, mask=nn.make_causal_mask(x[..., 0]))
-    with pytest.raises(NotImplementedError, match="`dropout_rate`"):
-        flax_module(attention_fn, dropout_rate=0.1, deterministic=False).init(jax.random.split(jax.random.key(0))[0], x)
-    with pytest.raises(NotImplementedError, match="`module`"):
-        flax_module(attention_fn).init(jax.random.key(0), x, sow_weights=True)
-    decoding = flax_module(causal, decode=True)
-    variables = decoding.init(jax.random.key(0), x)
-    with pytest.raises(NotImplementedError, match="`mask`.*SelfAttention"):
-        decoding.apply(variables, x[:, :1], mutable=["cache"])
+def test_a_window_cannot_be_placed_in_the_cache_that_flax_decodes_from():
+    x, params = flaxs_parameters()
+    decoding = flax_module(functools.partial(attention_fn, causal=True, window=(3, 0)), decode=True)
+    cache = decoding.init(jax.random.key(0), x)["cache"]
+    with pytest.raises(NotImplementedError, match="`window` with a `mask` and 1 queries for 13 keys.*SelfAttention"):
+        decoding.apply(params | {"cache": cache}, x[:, :1], mutable=["cache"])

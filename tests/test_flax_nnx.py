@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flash_jax import dropout_mask, flash_attention
 from flash_jax.flax import linen as flash_linen
 from flash_jax.flax.nnx import SelfAttention, attention_fn
 from tests.support.accuracy import assert_accurate, judges
@@ -19,10 +21,12 @@ from tests.support.self_attention import (
     FEATURES,
     LENGTH,
     cotangent,
+    hold_call,
     hold_gradients,
     hold_output,
     inputs,
     normal,
+    outputs_of_the_past,
 )
 
 
@@ -77,7 +81,7 @@ def test_dtype_is_of_the_computation_and_param_dtype_of_the_parameters():
 
 
 def test_parameters_carry_the_names_that_linen_gives_them():
-    layer = made({"num_heads": 4}, num_kv_heads=2, qk_norm=True, use_bias=True)
+    layer = made({"num_heads": 4}, num_kv_heads=2, qk_norm=True, use_bias=True, sinks=True)
     names = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
     kv = {"kernel": jax.P("embed", "kv_heads", "head_dim"), "bias": jax.P("kv_heads", "head_dim")}
     assert names == {
@@ -87,6 +91,7 @@ def test_parameters_carry_the_names_that_linen_gives_them():
         "out": {"kernel": jax.P("heads", "head_dim", "embed"), "bias": jax.P("embed")},
         "query_norm": {"scale": jax.P("head_dim")},
         "key_norm": {"scale": jax.P("head_dim")},
+        "sinks": jax.P("heads"),
     }
 
 
@@ -104,6 +109,47 @@ def test_a_mesh_without_rules_leaves_the_parameters_alone():
     with jax.set_mesh(mesh):
         layer = made(CASES["defaults"])
     assert layer.query.kernel[...].shape == (FEATURES, 4, 6)
+
+
+def test_a_call_narrows_what_is_attended():
+    x, params = inputs("defaults")
+    run = nnx.jit(lambda layer, x, **call: layer(x, **call))
+    layer = made(CASES["defaults"], params)
+    ids = np.array([[0] * 5 + [1] * 8, [3] * 10 + [-1] * 3])
+    hold_call(run(layer, x, segment_ids=ids), "defaults", segment_ids=ids)
+    mask = normal(2, 1, 4, LENGTH, LENGTH) > 0
+    hold_call(run(layer, x, mask=mask.astype(np.float32)), "defaults", mask=mask)
+
+
+def test_dropout_is_applied_unless_deterministic():
+    x, params = inputs("defaults")
+    key = jax.random.key(5)
+    layer = made(CASES["defaults"], params, dropout_rate=0.4)
+    with pytest.raises(ValueError, match="a positive `dropout_rate` needs `deterministic`"):
+        layer(x)
+    hold_output(layer(x, deterministic=True), "defaults")
+    hold_call(layer(x, deterministic=False, rngs=key), "defaults", dropout_rate=0.4, dropout_key=key)
+    layer.train()
+    first = layer(x, rngs=nnx.Rngs(dropout=1))
+    np.testing.assert_array_equal(layer(x, rngs=nnx.Rngs(dropout=1)), first)
+    run = nnx.jit(lambda layer, x: layer(x))
+    assert np.abs(run(layer, x) - run(layer, x)).max() > 0.1  # each call takes the next key of the module's stream
+    hold_output(nnx.view(layer, deterministic=True)(x), "defaults")
+    layer.eval()
+    hold_output(layer(x), "defaults")
+
+
+def test_a_module_without_dropout_keeps_no_stream():
+    assert made(CASES["defaults"]).rngs is None
+    assert not jax.tree.leaves(nnx.state(made(CASES["defaults"], dropout_rate=0.0), nnx.RngState))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_future_is_never_seen(deterministic):
+    x, params = inputs("every-option")
+    layer = made(CASES["every-option"], params, dropout_rate=0.3, deterministic=deterministic)
+    first, second = outputs_of_the_past(lambda x: layer(x, rngs=jax.random.key(0)), x)
+    np.testing.assert_array_equal(first, second)
 
 
 # Decoding
@@ -199,6 +245,10 @@ def test_numbers_that_do_not_fit_are_errors(config, text):
 def test_inputs_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="`decode` needs causal=True"):
         made({"num_heads": 4, "causal": False})(normal(1, 1, 2, FEATURES), decode=True)
+    layer = made({"num_heads": 4})
+    layer.init_cache((1, 2, FEATURES))
+    with pytest.raises(NotImplementedError, match="`segment_ids` while decoding is not supported"):
+        layer(normal(1, 1, 2, FEATURES), decode=True, segment_ids=np.zeros(2, int))
     with pytest.raises(ValueError, match=r"must end in dims \(24,\); got shape \(1, 2, 25\)"):
         made({"num_heads": 4})(normal(1, 1, 2, FEATURES + 1))
 
@@ -289,30 +339,77 @@ def test_harmless_values_pass():
     np.testing.assert_array_equal(attention_fn(q, q, q), same)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"bias": np.zeros((3, 5, 5), np.float32)}, r"`bias` is not supported; got float32\[3, 5, 5\]"),
-        ({"mask": np.ones((1, 5, 5), bool)}, r"`mask` is not supported; got bool\[1, 5, 5\].*causal=True"),
-        ({"dropout_rate": 0.1}, "`dropout_rate` above 0 is not supported; got 0.1 with deterministic=False"),
-        ({"input_positions": np.arange(5)}, r"`input_positions` is not supported; got int64\[5\]"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(arguments, text):
-    q = normal(1, 2, 5, 3, 8)
-    with pytest.raises(NotImplementedError, match=text):
-        attention_fn(q, q, q, **arguments)
+def test_masks_mean_what_flax_means():
+    x = jnp.asarray(normal(30, BATCH, LENGTH, FEATURES))
+    some = normal(2, BATCH, 1, LENGTH, LENGTH) > -1
+    masks = nnx.make_causal_mask(x[..., 0]), some.astype(np.float32)
+    ours = flax_module(attention_fn)(x, mask=nnx.combine_masks(*masks))
+    np.testing.assert_array_equal(ours, flax_module(attention_fn)(x, mask=some, is_causal=True))
+    theirs = flax_module(nnx.dot_product_attention)(x, mask=nnx.combine_masks(*masks))
+    live = np.any(np.tri(LENGTH, dtype=bool) & some[:, 0], axis=-1)
+    np.testing.assert_allclose(ours[live], theirs[live], atol=1e-5)
 
 
-def test_flaxs_own_module_passes_on_what_is_refused():
-    x = jnp.asarray(normal(1, BATCH, LENGTH, FEATURES))
-    with pytest.raises(NotImplementedError, match="`mask`"):
-        flax_module(attention_fn)(x, mask=nnx.make_causal_mask(x[..., 0]))
-    with pytest.raises(NotImplementedError, match="`dropout_rate`"):
-        flax_module(attention_fn, dropout_rate=0.1, deterministic=False)(x)
-    with pytest.raises(NotImplementedError, match="`module` is not supported; got MultiHeadAttention"):
-        flax_module(attention_fn)(x, sow_weights=True)
-    decoding = flax_module(attention_fn, decode=True)
+def test_a_bias_is_added():
+    q, bias = jnp.asarray(normal(1, 2, 5, 3, 8)), jnp.asarray(normal(2, 3, 5, 5))
+    np.testing.assert_array_equal(attention_fn(q, q, q, bias=bias), flash_attention(q, q, q, bias=bias))
+
+
+def test_flaxs_own_decoding():
+    x = jnp.asarray(normal(30, BATCH, LENGTH, FEATURES))
+    causal = functools.partial(attention_fn, causal=True)
+    decoding = flax_module(causal, decode=True)
     decoding.init_cache(x.shape)
-    with pytest.raises(NotImplementedError, match="`mask`.*SelfAttention"):
-        decoding(x[:, :1], is_causal=True)
+    step = nnx.jit(lambda layer, x: layer(x))
+    outs = [step(decoding, token) for token in np.split(x, LENGTH, axis=1)]
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), flax_module(causal)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_dropout_keeps_what_it_says(shared):
+    key, q = jax.random.key(4), jnp.zeros((2, 7, 4, 8))
+    units = jnp.broadcast_to(jnp.eye(7)[:, None], (2, 7, 4, 7))  # the output is the weights, each 1 / 7
+    out = attention_fn(q, q, units, dropout_rate=0.4, dropout_rng=key, broadcast_dropout=shared)
+    kept = dropout_mask(key, 0.4, (1, 7, 7) if shared else (2, 4, 7, 7))
+    np.testing.assert_array_equal(np.moveaxis(out, 1, 2) > 0, np.broadcast_to(kept, (2, 4, 7, 7)))
+    with pytest.raises(ValueError, match="`dropout_rate` 0.4 with deterministic=False needs a `dropout_rng`"):
+        attention_fn(q, q, q, dropout_rate=0.4)
+
+
+@pytest.mark.parametrize("sow_weights", [False, True])
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.4])
+def test_flaxs_own_module_never_sees_the_future(dropout_rate, sow_weights):
+    x = normal(30, BATCH, LENGTH, FEATURES)
+    module = flax_module(attention_fn, dropout_rate=dropout_rate, deterministic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = outputs_of_the_past(
+            lambda x: module(x, is_causal=True, sow_weights=sow_weights, rngs=nnx.Rngs(0)), x
+        )
+    np.testing.assert_array_equal(first, second)
+
+
+def test_weights_are_sown_as_flax_sows_them():
+    x = jnp.asarray(normal(30, BATCH, LENGTH, FEATURES))
+    ours, theirs = flax_module(attention_fn), flax_module(nnx.dot_product_attention)
+
+    def run(module):
+        return nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_weights=True)
+
+    with pytest.warns(UserWarning, match="sow_weights=True computes the attention weights by the reference") as warned:
+        out, sown = run(ours)
+    assert len(warned) == 1
+    np.testing.assert_array_equal(out, ours(x, is_causal=True))
+    sown, wanted = map(nnx.to_pure_dict, (sown, run(theirs)[1]))
+    assert jax.tree.leaves(sown)[0].shape == (BATCH, 4, LENGTH, LENGTH)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), sown, wanted)
+
+
+def test_what_cannot_be_served_is_refused():
+    q = normal(1, 2, 5, 3, 8)
+    with pytest.raises(NotImplementedError, match=r"`input_positions` is not supported; got int64\[5\]"):
+        attention_fn(q, q, q, input_positions=np.arange(5))
+    decoding = flax_module(functools.partial(attention_fn, causal=True, window=(3, 0)), decode=True)
+    decoding.init_cache((BATCH, LENGTH, FEATURES))
+    with pytest.raises(NotImplementedError, match="`window` with a `mask` and 1 queries for 13 keys.*SelfAttention"):
+        decoding(normal(1, BATCH, 1, FEATURES))

@@ -17,6 +17,7 @@ QUERY_NAMES = ("embed", "heads", "head_dim")
 KEY_VALUE_NAMES = ("embed", "kv_heads", "head_dim")
 OUT_NAMES = ("heads", "head_dim", "embed")
 NORM_NAMES = ("head_dim",)
+SINK_NAMES = ("heads",)
 
 NORM_EPSILON = 1e-6
 
@@ -54,6 +55,20 @@ def require_causal(decode: bool, causal: bool) -> None:
     """ValueError where a decoder is asked to look at tokens that are not there yet."""
     if decode and not causal:
         raise ValueError("`decode` needs causal=True, since a cache holds no later tokens; got causal=False.")
+
+
+def require_no_segments(decode: bool, segment_ids: jax.Array | None) -> None:
+    """NotImplementedError for segments in a cache, which does not keep them."""
+    if decode and segment_ids is not None:
+        raise NotImplementedError(
+            "`segment_ids` while decoding is not supported: the key/value cache does not keep them. Decode one "
+            "document in each example, or give a `mask` over the whole cache."
+        )
+
+
+def slopes(numbers: tuple[float, ...] | None) -> jax.Array | None:
+    """ALiBi's slopes as an array."""
+    return None if numbers is None else jnp.asarray(numbers, jnp.float32)
 
 
 def flattened(kernel_init: Callable[..., jax.Array], inputs: int) -> Callable[..., jax.Array]:

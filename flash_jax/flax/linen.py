@@ -1,5 +1,6 @@
 """FlashAttention for `flax.linen`: `attention_fn` for Flax's own attention module, and `SelfAttention`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from jax.typing import DTypeLike
 from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
-from flash_jax.flax.attend import attend
-from flash_jax.flax.refusals import refuse_dropout, refuse_given
+from flash_jax.flax.attend import as_bool, attend, dropout_options
+from flash_jax.flax.refusals import refuse_given
 from flash_jax.flax.rope import rotate_both
+from flash_jax.flax.serve import serve
 
 __all__ = ["SelfAttention", "attention_fn"]
 
@@ -49,21 +51,28 @@ def attention_fn(  # noqa: PLR0913, PLR0917
       query: [..., T, H, D].
       key: [..., S, K, D], where K divides H.
       value: [..., S, K, Dv].
-      bias, mask, module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
-      dropout_rate, deterministic: a positive rate needs deterministic=True.
-      broadcast_dropout, dropout_rng: without effect, as there is no dropout.
+      bias: added to the scores; broadcastable to [..., H, T, S].
+      mask: bool, or numbers of which 0 does not attend, as Flax's helpers make them; broadcastable to [..., H, T, S].
+      dropout_rate, deterministic, dropout_rng: entries of the attention weights are dropped with this probability and
+        key, unless deterministic.
+      broadcast_dropout: whether all examples and heads drop the same entries.
       dtype: the three arrays are cast to it; None promotes them to their common dtype, as Flax does.
       precision: of the products, see `flash_jax.flash_attention`.
+      module: where given, it sows the attention weights, as with Flax; a warning says that they take quadratic memory.
       force_fp32_for_softmax: either value; the softmax is always computed in float32.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
       causal, window, implementation, block_sizes: see `flash_jax.flash_attention`; Flax passes none of them, so set
-        them with `functools.partial`. A `causal` diagonal is aligned bottom-right where T != S.
+        them with `functools.partial`. A `causal` diagonal is aligned bottom-right where T != S, so that it may stay for
+        Flax's own `decode=True`.
 
     Returns:
-      [..., T, H, Dv] in the dtype of the promoted query.
+      [..., T, H, Dv] in the dtype of the promoted query. A row that attends nothing gives 0, where Flax gives the mean
+      of the values.
 
     Raises:
-      NotImplementedError: for an argument that cannot be served, naming it. Flax's own `decode=True` passes a mask,
-        so it raises too; `SelfAttention` decodes.
+      NotImplementedError: for an argument that cannot be served, naming it; a `window` together with a mask where
+        T != S, which is how Flax's own `decode=True` calls.
+      ValueError: dropout without a `dropout_rng`; otherwise as `flash_jax.flash_attention`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp
@@ -76,19 +85,20 @@ def attention_fn(  # noqa: PLR0913, PLR0917
       (2, 16, 32)
     """
     refuse_given(
-        bias=bias,
-        mask=mask,
-        module=module,
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
-    refuse_dropout(dropout_rate, deterministic)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    return attend(
+    return serve(
         query,
         key,
         value,
+        bias,
+        mask,
+        dropout=dropout_options(dropout_rate, deterministic, dropout_rng),
+        broadcast_dropout=broadcast_dropout,
+        sow=None if module is None else functools.partial(module.sow, "intermediates", "attention_weights"),
         causal=causal,
         window=window,
         precision=precision,
@@ -143,6 +153,11 @@ class SelfAttention(nn.Module):
       causal: a token attends itself and what is before it; False lets every token attend every other.
       window: (left, right), the farthest distances attended, both inclusive, None for no bound; a model's "sliding
         window of W tokens" is (W - 1, 0). None means no window.
+      softcap: scores become softcap * tanh(score / softcap); None for no cap.
+      sinks: whether each head has a learned score that takes part in every softmax and stands for no token, so that a
+        row may attend less than fully. Initialised to 0.
+      alibi_slopes: H numbers; a head's scores are lowered by its slope times the distance. None for none.
+      dropout_rate: probability with which an attention weight is dropped, independently for each example and head.
       rope_theta: base of the rotary positions; None for none. D must be even with them.
       qk_norm: whether queries and keys are RMS-normalised per head, with a learned scale, before they are rotated.
       use_bias: whether the four projections add a bias.
@@ -151,6 +166,8 @@ class SelfAttention(nn.Module):
       kernel_init: of the projections' kernels, called with the shape of a matrix.
       precision: of the products, in the projections and in attention.
       implementation, block_sizes: see `flash_jax.flash_attention`.
+      deterministic: whether nothing is dropped, unless the call says otherwise; one of the two must say so where
+        dropout_rate is positive. The key comes from the rng collection "dropout".
       decode: whether to read and extend the cache, see below. The parameters are the same with and without.
 
     The input is [..., T, features], the output has its shape. Parameters and their logical axis names, by
@@ -160,6 +177,7 @@ class SelfAttention(nn.Module):
       key/kernel, value/kernel [features, K, D]   ("embed", "kv_heads", "head_dim")
       out/kernel [H, D, features]                 ("heads", "head_dim", "embed")
       bias, where use_bias: the names of its kernel's outputs; query_norm/scale, key_norm/scale [D]: ("head_dim",)
+      sinks [H]: ("heads",)
 
     Decoding: initialise with an input as long as the cache shall be, which makes the collection "cache" with
     `cached_key`, `cached_value` [..., max_length, K, D] and `cache_index`; then apply to one or more new tokens at a
@@ -187,6 +205,10 @@ class SelfAttention(nn.Module):
     head_dim: int | None = None
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+    dropout_rate: float = 0.0
     rope_theta: float | None = 10_000.0
     qk_norm: bool = False
     use_bias: bool = False
@@ -196,12 +218,29 @@ class SelfAttention(nn.Module):
     precision: Any = None
     implementation: str | None = None
     block_sizes: BlockSizes | None = None
+    deterministic: bool | None = None
     decode: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Attention of x [..., T, features] to itself, and to the cache where `decode`; returns [..., T, features]."""
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of x [..., T, features] to itself, and to the cache where `decode`; returns [..., T, features].
+
+        mask: bool, or numbers of which 0 does not attend, broadcastable to [..., H, T, T], where decoding to
+          [..., H, T, max_length]; it narrows what the module's own options allow.
+        segment_ids: ints [..., T]; tokens attend those of the same id, and where it is negative none. Not for decoding.
+        deterministic: as the attribute.
+        dropout_rng: the key for dropout, in place of the rng collection's.
+        """
         heads.require_causal(self.decode, self.causal)
+        heads.require_no_segments(self.decode, segment_ids)
         features = x.shape[-1]
         kv_heads, head_dim = heads.head_counts(
             features, self.num_heads, self.num_kv_heads, self.head_dim, self.rope_theta
@@ -212,7 +251,15 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             query = _HeadNorm(self.param_dtype, name="query_norm")(query)
             key = _HeadNorm(self.param_dtype, name="key_norm")(key)
-        attended = self._decode(query, key, value) if self.decode else self._attend(query, key, value)
+        attended = (self._decode if self.decode else self._attend)(
+            query,
+            key,
+            value,
+            mask=as_bool(mask),
+            segment_ids=segment_ids,
+            **self._dropout(deterministic, dropout_rng),
+            **self._options(),
+        )
         return self._projection("out", (features,), heads.OUT_NAMES, inputs=2)(attended)
 
     def _projection(self, name: str, outputs: tuple[int, ...], names: tuple[str, ...], inputs: int = 1) -> _Projection:
@@ -228,26 +275,38 @@ class SelfAttention(nn.Module):
             name=name,
         )
 
+    def _dropout(self, deterministic: bool | None, dropout_rng: jax.Array | None) -> dict:
+        if self.dropout_rate == 0:
+            return {}
+        deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        if not deterministic and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        return dropout_options(self.dropout_rate, deterministic, dropout_rng)
+
     def _options(self) -> dict:
+        sinks_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), heads.SINK_NAMES)
         return {
             "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.param("sinks", sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None,
+            "alibi_slopes": heads.slopes(self.alibi_slopes),
             "precision": self.precision,
             "implementation": self.implementation,
             "block_sizes": self.block_sizes,
         }
 
-    def _attend(self, query, key, value):
+    def _attend(self, query, key, value, **options):
         query, key = rotate_both(query, key, 0, self.rope_theta)
-        return attend(query, key, value, causal=self.causal, **self._options())
+        return attend(query, key, value, causal=self.causal, **options)
 
-    def _decode(self, query, key, value):
+    def _decode(self, query, key, value, *, segment_ids, **options):
         filled = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
         index = self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32)
         if not filled:  # initialising: only the shapes count, as in Flax's own attention
-            return self._attend(query, key, value)
+            return self._attend(query, key, value, **options | {"mask": None})
         query, key = rotate_both(query, key, index.value, self.rope_theta)
         state = kv_cache.extend(kv_cache.Cache(cached_key.value, cached_value.value, index.value), key, value)
         cached_key.value, cached_value.value, index.value = state
-        return kv_cache.attend_cache(query, state, **self._options())
+        return kv_cache.attend_cache(query, state, **options)

@@ -1,5 +1,6 @@
 """FlashAttention for `flax.nnx`: `attention_fn` for Flax's own attention module, and `SelfAttention`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from jax.typing import DTypeLike
 from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
-from flash_jax.flax.attend import attend
-from flash_jax.flax.refusals import refuse_dropout, refuse_given
+from flash_jax.flax.attend import as_bool, attend, dropout_options
+from flash_jax.flax.refusals import refuse_given
 from flash_jax.flax.rope import rotate_both
+from flash_jax.flax.serve import serve
 
 __all__ = ["SelfAttention", "attention_fn"]
 
@@ -48,23 +50,30 @@ def attention_fn(  # noqa: PLR0913, PLR0917
       query: [..., T, H, D].
       key: [..., S, K, D], where K divides H.
       value: [..., S, K, Dv].
-      bias, mask, module, input_positions: must be None.
-      dropout_rate, deterministic: a positive rate needs deterministic=True.
-      broadcast_dropout, dropout_rng: without effect, as there is no dropout.
+      bias: added to the scores; broadcastable to [..., H, T, S].
+      mask: bool, or numbers of which 0 does not attend, as Flax's helpers make them; broadcastable to [..., H, T, S].
+      dropout_rate, deterministic, dropout_rng: entries of the attention weights are dropped with this probability and
+        key, unless deterministic.
+      broadcast_dropout: whether all examples and heads drop the same entries.
       dtype, promote_dtype: the arrays become promote_dtype((query, key, value), dtype=dtype), by default their
         common dtype.
       precision: of the products, see `flash_jax.flash_attention`.
+      module: where given, it sows the attention weights, as with Flax; a warning says that they take quadratic memory.
       is_causal: Flax's own keyword, for T == S, where its causal mask and this library's are one and the same.
+      input_positions: must be None.
       causal, window, implementation, block_sizes: see `flash_jax.flash_attention`; Flax passes none of them, so set
-        them with `functools.partial`. A `causal` diagonal is aligned bottom-right where T != S.
+        them with `functools.partial`. A `causal` diagonal is aligned bottom-right where T != S, so that it may stay for
+        Flax's own `decode=True`.
 
     Returns:
-      [..., T, H, Dv] in the dtype of the promoted query.
+      [..., T, H, Dv] in the dtype of the promoted query. A row that attends nothing gives 0, where Flax gives the mean
+      of the values.
 
     Raises:
-      NotImplementedError: for an argument that cannot be served, naming it. Flax's own `decode=True` passes a mask,
-        so it raises too; `SelfAttention` decodes.
-      ValueError: is_causal=True with T != S.
+      NotImplementedError: for an argument that cannot be served, naming it; a `window` together with a mask where
+        T != S, which is how Flax's own `decode=True` calls.
+      ValueError: is_causal=True with T != S, dropout without a `dropout_rng`; otherwise as
+        `flash_jax.flash_attention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,19 +83,23 @@ def attention_fn(  # noqa: PLR0913, PLR0917
       >>> layer(jnp.ones((2, 16, 32)), is_causal=True).shape
       (2, 16, 32)
     """
-    refuse_given(bias=bias, mask=mask, module=module, input_positions=input_positions)
-    refuse_dropout(dropout_rate, deterministic)
+    refuse_given(input_positions=input_positions)
     if is_causal and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             "`is_causal` needs as many queries as keys, since Flax aligns them at the first position and this "
             f"library at the last; got {query.shape[-3]} and {key.shape[-3]}. Use "
-            "functools.partial(attention_fn, causal=True) for the alignment at the last."
+            "functools.partial(attention_fn, causal=True) for the alignment at the last, which is right for decoding."
         )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    return attend(
+    return serve(
         query,
         key,
         value,
+        bias,
+        mask,
+        dropout=dropout_options(dropout_rate, deterministic, dropout_rng),
+        broadcast_dropout=broadcast_dropout,
+        sow=None if module is None else functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
         causal=causal or is_causal,
         window=window,
         precision=precision,
@@ -159,6 +172,11 @@ class SelfAttention(nnx.Module):
       causal: a token attends itself and what is before it; False lets every token attend every other.
       window: (left, right), the farthest distances attended, both inclusive, None for no bound; a model's "sliding
         window of W tokens" is (W - 1, 0). None means no window.
+      softcap: scores become softcap * tanh(score / softcap); None for no cap.
+      sinks: whether each head has a learned score that takes part in every softmax and stands for no token, so that a
+        row may attend less than fully. Initialised to 0.
+      alibi_slopes: H numbers; a head's scores are lowered by its slope times the distance. None for none.
+      dropout_rate: probability with which an attention weight is dropped, independently for each example and head.
       rope_theta: base of the rotary positions; None for none. D must be even with them.
       qk_norm: whether queries and keys are RMS-normalised per head, with a learned scale, before they are rotated.
       use_bias: whether the four projections add a bias.
@@ -167,8 +185,10 @@ class SelfAttention(nnx.Module):
       kernel_init: of the projections' kernels, called with the shape of a matrix.
       precision: of the products, in the projections and in attention.
       implementation, block_sizes: see `flash_jax.flash_attention`.
+      deterministic: whether nothing is dropped, unless the call says otherwise; one of the two must say so where
+        dropout_rate is positive. The key comes from the stream "dropout".
       decode: whether calls read and extend the cache, unless the call says otherwise.
-      rngs: random number streams; "params" is used.
+      rngs: random number streams; "params" is used, and with a positive dropout_rate a fork of "dropout" is kept.
 
     The input is [..., T, in_features], the output has its shape. Parameters and their logical axis names, kept as the
     metadata `out_sharding`:
@@ -177,6 +197,7 @@ class SelfAttention(nnx.Module):
       key.kernel, value.kernel [in_features, K, D]    ("embed", "kv_heads", "head_dim")
       out.kernel [H, D, in_features]                  ("heads", "head_dim", "embed")
       bias, where use_bias: the names of its kernel's outputs; query_norm.scale, key_norm.scale [D]: ("head_dim",)
+      sinks [H]: ("heads",)
 
     Decoding: `init_cache`, then calls with one or more new tokens at a time and decode=True. What each token gets is
     what the forward pass of the whole sequence would give it. When the cache overflows, ValueError is raised where
@@ -207,6 +228,10 @@ class SelfAttention(nnx.Module):
         head_dim: int | None = None,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi_slopes: tuple[float, ...] | None = None,
+        dropout_rate: float = 0.0,
         rope_theta: float | None = 10_000.0,
         qk_norm: bool = False,
         use_bias: bool = False,
@@ -216,6 +241,7 @@ class SelfAttention(nnx.Module):
         precision: Any = None,
         implementation: str | None = None,
         block_sizes: BlockSizes | None = None,
+        deterministic: bool | None = None,
         decode: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -223,8 +249,10 @@ class SelfAttention(nnx.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.causal, self.rope_theta, self.decode = causal, rope_theta, decode
         self.dtype, self.param_dtype = dtype, param_dtype
+        self.dropout_rate, self.deterministic, self.alibi_slopes = dropout_rate, deterministic, alibi_slopes
         self.options = {
             "window": window,
+            "softcap": softcap,
             "precision": precision,
             "implementation": implementation,
             "block_sizes": block_sizes,
@@ -252,21 +280,51 @@ class SelfAttention(nnx.Module):
         if qk_norm:
             self.query_norm = _HeadNorm(head_dim, param_dtype)
             self.key_norm = _HeadNorm(head_dim, param_dtype)
+        self.sinks: nnx.Param | None = nnx.data(None)
+        if sinks:
+            self.sinks = _parameter(jnp.zeros((num_heads,), param_dtype), heads.SINK_NAMES)
+        self.rngs: nnx.RngStream | None = nnx.data(None)
+        if dropout_rate > 0:
+            self.rngs = rngs["dropout"].fork()
         self.cached_key: nnx.Cache | None = nnx.data(None)
         self.cached_value: nnx.Cache | None = nnx.data(None)
         self.cache_index: nnx.Cache | None = nnx.data(None)
 
-    def __call__(self, x: jax.Array, *, decode: bool | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        decode: bool | None = None,
+    ) -> jax.Array:
         """Attention of x [..., T, in_features] to itself, and to the cache where decoding; returns its shape.
 
+        mask: bool, or numbers of which 0 does not attend, broadcastable to [..., H, T, T], where decoding to
+          [..., H, T, max_length]; it narrows what the module's own options allow.
+        segment_ids: ints [..., T]; tokens attend those of the same id, and where it is negative none. Not for decoding.
+        deterministic: whether nothing is dropped; None means as the module was made, or set by `nnx.view`.
+        rngs: for dropout, in place of the module's own stream.
         decode: whether to read and extend the cache; None means as the module was made, or set by `nnx.view`.
         """
         decode = self.decode if decode is None else decode
         heads.require_causal(decode, self.causal)
+        heads.require_no_segments(decode, segment_ids)
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        return self.out(self._decode(query, key, value) if decode else self._attend(query, key, value))
+        options = {
+            **self.options,
+            **self._dropout(deterministic, rngs),
+            "mask": as_bool(mask),
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "alibi_slopes": heads.slopes(self.alibi_slopes),
+        }
+        if decode:
+            return self.out(self._decode(query, key, value, **options))
+        return self.out(self._attend(query, key, value, segment_ids=segment_ids, **options))
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache for inputs of shape [..., max_length, in_features].
@@ -284,28 +342,43 @@ class SelfAttention(nnx.Module):
         decode: bool | None = None,
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
+        deterministic: bool | None = None,
     ) -> None:
-        """For `nnx.view`: sets whether calls decode, and makes an empty cache if batch_size and max_length are given.
+        """For `nnx.view`: sets whether calls decode or drop, and makes an empty cache of batch_size and max_length.
 
-        decode: as in the constructor; None leaves it.
+        decode, deterministic: as in the constructor; None leaves it.
         batch_size: the batch shape of the inputs to decode.
         max_length: tokens that the cache can hold.
         """
         if decode is not None:
             self.decode = decode
+        if deterministic is not None:
+            self.deterministic = deterministic
         if batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
             self.init_cache((*batch, max_length, 0))
 
-    def _attend(self, query, key, value):
-        query, key = rotate_both(query, key, 0, self.rope_theta)
-        return attend(query, key, value, causal=self.causal, **self.options)
+    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict:
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if self.dropout_rate == 0 or deterministic:
+            return {}
+        if deterministic is None:
+            raise ValueError("a positive `dropout_rate` needs `deterministic`, of the module, the call or nnx.view.")
+        stream = rngs if rngs is not None else self.rngs
+        if isinstance(stream, nnx.Rngs):
+            stream = stream["dropout"]
+        key = stream() if isinstance(stream, nnx.RngStream) else stream
+        return dropout_options(self.dropout_rate, deterministic, key)
 
-    def _decode(self, query, key, value):
+    def _attend(self, query, key, value, **options):
+        query, key = rotate_both(query, key, 0, self.rope_theta)
+        return attend(query, key, value, causal=self.causal, **options)
+
+    def _decode(self, query, key, value, **options):
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("decoding needs a cache; call `init_cache` with the input's shape first.")
         index = self.cache_index[...]
         query, key = rotate_both(query, key, index, self.rope_theta)
         state = kv_cache.extend(kv_cache.Cache(self.cached_key[...], self.cached_value[...], index), key, value)
         self.cached_key[...], self.cached_value[...], self.cache_index[...] = state
-        return kv_cache.attend_cache(query, state, **self.options)
+        return kv_cache.attend_cache(query, state, **options)

@@ -5,13 +5,6 @@ from typing import Any
 import numpy as np
 
 _REMEDIES = {
-    "bias": "Add it to no score here: use Flax's own dot_product_attention for a model with a bias.",
-    "mask": (
-        "For a causal mask or a sliding window use functools.partial(attention_fn, causal=True, window=(left, right)); "
-        "to decode with a cache use SelfAttention of this package."
-    ),
-    "dropout_rate": "Use dropout_rate=0.0, or deterministic=True where it is not applied.",
-    "module": "Use sow_weights=False: the attention weights are never formed, so none can be recorded.",
     "input_positions": "Rotate query and key before, or use SelfAttention of this package, which has rotary positions.",
     "einsum_dot_general": "The products run inside the attention kernel; use None.",
     "qk_attn_weights_einsum": "The products run inside the attention kernel; use None.",
@@ -24,15 +17,6 @@ def refuse_given(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"`{name}` is not supported; got {_described(value)}. {_REMEDIES[name]}")
-
-
-def refuse_dropout(dropout_rate: float, deterministic: bool) -> None:
-    """NotImplementedError where attention dropout would be applied."""
-    if dropout_rate > 0 and not deterministic:
-        raise NotImplementedError(
-            f"`dropout_rate` above 0 is not supported; got {dropout_rate} with deterministic={deterministic}. "
-            f"{_REMEDIES['dropout_rate']}"
-        )
 
 
 def _described(value: Any) -> str:

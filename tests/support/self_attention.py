@@ -4,6 +4,7 @@ Rotary positions are complex numbers here, and nothing is shared with the packag
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ CASES = {
         "num_kv_heads": 2,
         "head_dim": 10,
         "window": (5, 0),
+        "softcap": 3.0,
+        "sinks": True,
+        "alibi_slopes": (0.5, 0.25, 0.1, 0.0),
         "rope_theta": 100.0,
         "qk_norm": True,
         "use_bias": True,
@@ -36,7 +40,7 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def inputs(name):
+def inputs(name) -> tuple[np.ndarray, dict[str, Any]]:
     """The input and the parameters (a dict of dicts) of case `name`, none of them at a special value."""
     config = CASES[name]
     H = config["num_heads"]
@@ -48,6 +52,8 @@ def inputs(name):
             params[layer]["bias"] = normal(10 + i, *(shape[2:] if layer == "out" else shape[1:]))
     if config.get("qk_norm"):
         params |= {"query_norm": {"scale": 1 + normal(20, D) / 4}, "key_norm": {"scale": 1 + normal(21, D) / 4}}
+    if config.get("sinks"):
+        params |= {"sinks": normal(22, H)}
     return normal(30, BATCH, LENGTH, FEATURES), params
 
 
@@ -56,14 +62,19 @@ def cotangent():
     return normal(31, BATCH, LENGTH, FEATURES)
 
 
-def definition(attend, x, params, *, causal=True, window=None, rope_theta=10_000.0, **_):
+def definition(attend, x, params, *, causal=True, rope_theta=10_000.0, alibi_slopes=None, **more):
     """x [..., T, features] through the module with `params`, attention by `attend`."""
+    options = {"causal": causal, **{name: more[name] for name in ("window", "softcap") if name in more}}
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = jnp.asarray(alibi_slopes, jnp.float32)
+    if "sinks" in params:
+        options["sinks"] = params["sinks"]
     query, key, value = (_project(x, params[name], "...tf,fhd->...thd") for name in ("query", "key", "value"))
     if "query_norm" in params:
         query, key = _normed(query, params["query_norm"]["scale"]), _normed(key, params["key_norm"]["scale"])
     if rope_theta is not None:
         query, key = _turned(query, rope_theta), _turned(key, rope_theta)
-    return _project(attend(query, key, value, causal=causal, window=window), params["out"], "...thd,hdf->...tf")
+    return _project(attend(query, key, value, **options), params["out"], "...thd,hdf->...tf")
 
 
 @functools.cache
@@ -81,6 +92,26 @@ def hold_output(actual, name):
     """Holds the output of case `name` to its definition by the accuracy rule."""
     oracle, plain = judged(name)
     assert_accurate(actual, oracle[0], plain[0])
+
+
+def hold_call(actual, name, **options):
+    """Holds the output of case `name`, where attention is called with more `options`, to its definition."""
+    program = Program(_PLAIN_CALLS[name], options)
+    oracle, plain = judges(program, *inputs(name))
+    assert_accurate(actual, oracle, plain)
+
+
+_PLAIN_CALLS = {
+    name: lambda attend, x, params, config=config: definition(attend, x, params, **config)
+    for name, config in CASES.items()
+}
+
+
+def outputs_of_the_past(run, x):
+    """What `run(x)` gives for the first half of x, twice: with the second half as it is, and with another."""
+    half = x.shape[1] // 2
+    changed = np.concatenate([x[:, :half], 1 - x[:, half:]], axis=1)
+    return [jax.tree.map(lambda y: np.asarray(y)[:, :half], run(each)) for each in (x, changed)]
 
 
 def hold_gradients(actual, name):
