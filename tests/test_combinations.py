@@ -1,0 +1,181 @@
+"""Random combinations of every option, shape and dtype: values, gradients and tangents, held to the rule (R20).
+
+Each draw is a case, a set of features, tiles and a seed, which fix the rest: a failure names all four. The default run
+draws the same few every time; `pytest -m slow tests/test_combinations.py` draws new ones, `FLASH_JAX_DRAWS` of them.
+Nothing is shrunk, so that a failure takes no longer than a success.
+
+One number alone could be right by luck, and the yardstick with it: so each draw has at least 24 rows, and sixteen
+cotangents and tangents at once, by vmap.
+"""
+
+import functools
+import os
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import flash_jax
+from tests.support import accuracy
+from tests.support.accuracy import check
+from tests.support.cases import case
+from tests.support.plain import positions, visible
+from tests.support.programs import Program
+
+FEATURES = [
+    "bias", "hidden bias", "mask", "scale", "causal", "prefix", "window", "chunk", "offset", "q positions",
+    "kv positions", "segments", "q lengths", "kv lengths", "softcap", "alibi", "sinks", "dropout",
+]  # fmt: skip
+RIDING = {"bias": "bias", "hidden bias": "bias", "scale": "scale", "alibi": "alibi_slopes", "sinks": "sinks"}
+
+batches = st.sampled_from(["", "B1-", "B2-", "B2x2-", "B3x1-"])
+lengths = st.tuples(st.sampled_from([1, 5, 17, 33, 40]), st.sampled_from([2, 7, 18, 35, 50]))
+heads = st.sampled_from(["H1-K1", "H2-K1", "H2-K2", "H4-K2", "H6-K2"])
+dims = st.sampled_from(["D8", "D4-Dv8", "D16-Dv4"])
+dtypes = st.sampled_from(["f32", "bf16", "f16"])
+names = st.builds(lambda b, n, *more: "-".join([f"{b}T{n[0]}-S{n[1]}", *more]), batches, lengths, heads, dims, dtypes)
+names = names.filter(lambda name: np.prod([*case(name).batch, case(name).T, case(name).H]) >= 24)
+tiles = st.builds(
+    flash_jax.BlockSizes, block_q=st.sampled_from([16, 32]), block_kv=st.sampled_from([16, 32]), dkv=st.none()
+)
+draws = hypothesis.given(names, st.sets(st.sampled_from(FEATURES)), tiles, st.integers(0, 2**16))
+
+
+class Drawing:
+    """A random generator that knows the shapes of a case."""
+
+    def __init__(self, c, seed):
+        self.c, self.rng = c, np.random.default_rng(seed)
+
+    def lead(self):
+        """Leading dims, each of full size or 1, or none."""
+        if self.rng.random() < 0.3:
+            return ()
+        return tuple(b if self.rng.random() < 0.7 else 1 for b in self.c.batch)
+
+    def dense(self):
+        """The shape of a bias or mask."""
+        return (*self.lead(), *(n if self.rng.random() < 0.7 else 1 for n in (self.c.H, self.c.T, self.c.S)))
+
+    def ints(self, low, high, *own):
+        """Ints for each example, or one for all."""
+        return self.rng.integers(low, high, (*self.lead(), *own))
+
+    def number(self, low, high):
+        """As `ints`, sometimes a Python int."""
+        return int(self.rng.integers(low, high)) if self.rng.random() < 0.4 else self.ints(low, high)
+
+    def order(self):
+        """Different positions for all keys, in no order."""
+        return self.rng.permutation(self.c.S + 3)[: self.c.S]
+
+    def ids(self, length):
+        """Segment ids, mostly sorted, some of them negative."""
+        ids = self.ints(-1, 4, length)
+        return np.sort(ids) if self.rng.random() < 0.6 else ids
+
+
+def options_of(c, features, draw):
+    """The keywords of a call that are not differentiated."""
+    rng, options = draw.rng, {}
+    makers = {
+        "mask": lambda: {"mask": rng.random(draw.dense()) < 0.7},
+        "causal": lambda: {"causal": True},
+        "prefix": lambda: {"causal": True, "prefix_lengths": draw.number(0, c.S + 2)},
+        "window": lambda: {"window": tuple(None if rng.random() < 0.3 else int(rng.integers(20)) for _ in range(2))},
+        "chunk": lambda: {"chunk_size": int(rng.integers(1, 25))},
+        "offset": lambda: {} if "q positions" in features else {"q_offset": draw.number(-10, 20)},
+        "q positions": lambda: {"q_positions": draw.ints(-5, c.S + 5, c.T)},
+        "kv positions": lambda: {"kv_positions": draw.order() if rng.random() < 0.5 else draw.ints(-3, c.S, c.S)},
+        "segments": lambda: {"q_segment_ids": draw.ids(c.T), "kv_segment_ids": draw.ids(c.S)},
+        "q lengths": lambda: {"q_lengths": draw.number(0, c.T + 2)},
+        "kv lengths": lambda: {"kv_lengths": draw.number(0, c.S + 2)},
+        "softcap": lambda: {"softcap": float(rng.choice([1.0, 3.0, 20.0]))},
+        "dropout": lambda: {
+            "dropout_rate": float(rng.choice([0.1, 0.5, 0.9])),
+            "dropout_key": jax.random.PRNGKey(int(rng.integers(99))),
+        },
+    }  # fmt: skip
+    for feature in FEATURES:
+        if feature in features and feature in makers:
+            options |= makers[feature]()
+    return options
+
+
+def differentiated(c, features, draw):
+    """Query, key and value, and a dict of what rides along."""
+    shapes = {}
+    for feature in FEATURES:
+        if feature in features and feature in RIDING:
+            own = {"scale": (), "alibi": (*draw.lead(), c.H), "sinks": (*draw.lead(), c.H)}
+            shapes[RIDING[feature]] = own.get(feature, draw.dense())
+    *inputs, riding = c.inputs(**shapes)
+    if "hidden bias" in features:
+        hidden = draw.rng.random(shapes["bias"]) < 0.3
+        riding["bias"] = np.where(hidden, np.array(-np.inf, c.dtype), riding["bias"])
+    return *inputs, riding
+
+
+def some_row_attends_two_keys(c, options, bias):
+    """Where none does, dq and dk are exactly 0 and plain attention says so: no yardstick (docs/semantics.md)."""
+    where = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths")
+    at = positions(c.T, c.S, c.batch, **{name: options[name] for name in where if name in options})
+    seen = np.asarray(visible(c.T, c.S, c.batch, at, **options))
+    seen = seen & options.get("mask", True) & (bias > -np.inf)
+    return (seen.sum(-1) > 1).any()
+
+
+def all_derivatives(attend, inputs, cotangents, directions):
+    """Values, and gradients and tangents along sixteen cotangents and directions."""
+    call = functools.partial(_forward, attend)
+    values, pull = jax.vjp(call, *inputs)
+    push = lambda *d: jax.jvp(call, inputs, d)[1]  # noqa: E731
+    return values, jax.vmap(pull)(cotangents), jax.vmap(push)(*directions)
+
+
+def _forward(attend, query, key, value, operands):
+    return attend(query, key, value, **operands, return_lse=True)
+
+
+def compare(name, features, blocks, seed):
+    """One draw, by each implementation."""
+    c = case(name)
+    draw = Drawing(c, seed)
+    options = options_of(c, features, draw)
+    inputs = differentiated(c, features, draw)
+    hypothesis.assume(some_row_attends_two_keys(c, options, inputs[3].get("bias", np.zeros(()))))
+    shapes = {name: x.shape for name, x in inputs[3].items()}
+    sixteen = lambda *trees: jax.tree.map(lambda *x: np.stack(x), *trees)  # noqa: E731
+    cotangents = sixteen(*(c.cotangents(n) for n in range(16)))
+    directions = sixteen(*(c.inputs(n + 1, **shapes) for n in range(16)))
+    program = Program(all_derivatives, options, derivative=(False, True, True))
+    for implementation in ("xla", "triton"):
+        attend = functools.partial(flash_jax.flash_attention, implementation=implementation, block_sizes=blocks)
+        with flash_jax.interpret_mode():
+            check(program, attend, inputs, cotangents, directions)
+
+
+SETTINGS = {
+    "database": None,
+    "deadline": None,
+    "phases": [hypothesis.Phase.generate],
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+
+
+@hypothesis.settings(max_examples=15, derandomize=True, **SETTINGS)
+@draws
+def test_a_few(name, features, blocks, seed):
+    compare(name, features, blocks, seed)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=int(os.environ.get("FLASH_JAX_DRAWS", "300")), **SETTINGS)
+@draws
+def test_many(name, features, blocks, seed):
+    if len(accuracy._judged) > 50:  # compiled programs and results would pile up
+        accuracy._judged.clear()
+        jax.clear_caches()
+    compare(name, features, blocks, seed)
