@@ -16,32 +16,63 @@ import pytest
 
 import flash_jax
 from tests.support import gpu_compile
-from tests.support.accuracy import assert_agrees, check
+from tests.support.accuracy import assert_agrees, assert_slope, check
 from tests.support.cases import case
 from tests.support.programs import Program, forward, gradients, values_and_gradients
+from tests.support.structure import temporary_bytes
+
+ROW_0 = np.array([False, True, True, True])[:, None] & np.ones((4, 6), bool)
+ROW_0_DEAD = {
+    "offset": ({"causal": True, "q_offset": -1}, {}),
+    "mask": ({"mask": ROW_0[None, None]}, {}),
+    "bias": ({}, {"bias": np.where(ROW_0, np.float32(0), np.float32(-np.inf))}),
+}
 
 
-def test_a01_a_row_with_nothing_to_attend(attend):
-    """Row 0 is dead, by an offset in the place of the case's mask: zeros and -inf; the rows beside it are unharmed."""
+@pytest.mark.parametrize("options, riding", ROW_0_DEAD.values(), ids=ROW_0_DEAD)
+def test_a01_a_row_with_nothing_to_attend(attend, options, riding):
+    """Row 0 is dead, by a mask, a bias of -inf or an offset: zeros and -inf; the rows beside it are unharmed."""
     c = case("B1-T4-S6-H2-D8-f32")
-    out, lse = check(forward(causal=True, q_offset=-1), attend, *c.arrays())
+    out, lse = check(forward(**options), attend, *c.arrays(), riding)
     assert not np.any(out[0, 0]) and (np.asarray(lse)[0, :, 0] == -np.inf).all()
     assert np.any(out[0, 1:], axis=-1).all()
 
 
-def test_a02_a_dead_row_outside_the_loss(attend):
+@pytest.mark.parametrize("options, riding", ROW_0_DEAD.values(), ids=ROW_0_DEAD)
+def test_a02_a_dead_row_outside_the_loss(attend, options, riding):
     """The loss reads rows 1 to 3 only: every gradient is finite, and that of the dead row is zero."""
     c = case("B1-T4-S6-H2-D8-bf16")
     dout = np.ones(c.arrays()[0].shape, c.dtype)
     dout[:, 0] = 0
-    dq, _, _ = check(gradients(causal=True, q_offset=-1), attend, c.arrays(), (dout, None))
+    dq, *_, of_bias = check(gradients(**options), attend, (*c.arrays(), riding), (dout, None))
     assert not np.any(dq[0, 0])
+    assert not riding or not np.any(of_bias["bias"][0])
 
 
-def test_a05_a_band_whose_first_tiles_are_masked(attend):
+def test_a03_the_lowest_finite_bias_is_no_mask(attend):
+    """float16, 128 tokens scaled to 40: -65504 in a third of the cells and one row of nothing else, which is a softmax
+    like any other; and zero cotangents give zeros."""
+    c = case("B2-T40-H2-D64-f16")
+    *inputs, riding = c.inputs(bias=(2, 1, 40, 40))
+    low = c.normal((2, 1, 40, 40), 1, "low") > 0.4
+    low[0, 0, 7] = True
+    bias = np.where(low, np.finfo(np.float16).min, riding["bias"])
+    given = (*inputs, {"bias": bias})
+    (out, _), _ = check(values_and_gradients(), attend, given, c.cotangents())
+    assert np.any(out[0, 7], axis=-1).all()
+    zeros = jax.tree.map(np.zeros_like, c.cotangents())
+    assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(functools.partial(gradients(), attend))(given, zeros)))
+
+
+@pytest.mark.parametrize("spelling", ["window", "mask", "bias"])
+def test_a05_a_band_whose_first_tiles_are_masked(attend, spelling):
     """640 tokens, of which each sees 10: scaled to 160, ten tiles; late rows meet no live key in most of them."""
     c = case("T160-H1-D4-f32")
-    check(forward(window=(9, 0)), attend, *c.arrays())
+    distance = np.arange(160)[:, None] - np.arange(160)
+    band = (distance >= 0) & (distance <= 9)
+    options = {"window": {"window": (9, 0)}, "mask": {"mask": band}, "bias": {}}[spelling]
+    riding = {"bias": np.where(band, np.float32(0), np.float32(-np.inf))} if spelling == "bias" else {}
+    check(forward(**options), attend, *c.arrays(), riding)
 
 
 @pytest.mark.parametrize("value", [133120.0, -133120.0])
@@ -63,6 +94,26 @@ def test_a10_scores_beyond_float16(attend):
     np.testing.assert_array_equal(attend(x, x, x), x)
     ones = jnp.ones((1, 40, 1, 8), jnp.float16)
     np.testing.assert_array_equal(attend(ones, ones, ones, causal=True), ones)
+
+
+def test_a12_scores_beyond_the_cap(attend):
+    """128 tokens scaled to 40; queries and keys times 4, so that many scores exceed the cap of 20."""
+    c = case("B1-T40-H2-D64-f32")
+    q, k, v = c.arrays()
+    check(values_and_gradients(softcap=20.0), attend, (4 * q, 4 * k, v), c.cotangents())
+
+
+def test_a12_finite_differences():
+    """Three entries of each gradient, in float64."""
+    with jax.enable_x64(True):
+        c = case("T9-S13-H2-D5-f64")
+        arrays, (dout, _) = tuple(4 * x for x in c.arrays()), c.cotangents()
+        tiles = flash_jax.BlockSizes(block_q=4, block_kv=4)
+        attend = functools.partial(flash_jax.flash_attention, softcap=3.0, implementation="xla", block_sizes=tiles)
+        loss = jax.jit(lambda *x: (attend(*x) * dout).sum())
+        for argument, gradient in enumerate(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)):
+            for index in [(3, 1, 2), (7, 0, 0), (0, 1, 4)]:
+                assert_slope(gradient, loss, arrays, argument, index)
 
 
 @pytest.mark.parametrize("name", ["B1-T1-S1-H1-D16-f16", "B1-T40-S1-H2-D16-f16", "B1-T40-S1-H2-D16-f32"])
@@ -135,13 +186,24 @@ ALONE = [
     {"q_lengths": 9},
     {"kv_lengths": 30},
     {"scale": 0.9},
+    {"bias": np.arange(35, dtype=np.float32)},
+    {"mask": np.arange(35) > 2},
+    {"causal": True, "prefix_lengths": 25},
+    {"chunk_size": 19},
+    {"causal": True, "q_positions": np.arange(20)},
+    {"causal": True, "kv_positions": np.arange(35)[::-1]},
+    {"q_segment_ids": np.zeros(20, int), "kv_segment_ids": np.arange(35) // 30},
+    {"softcap": 1.0},
+    {"alibi_slopes": np.array([0.0, 0.5], np.float32)},
+    {"sinks": np.array([0.0, 1.0], np.float32)},
+    {"dropout_rate": 0.1, "dropout_key": np.array([0, 1], np.uint32)},
 ]
 
 
-@pytest.mark.parametrize("options", ALONE, ids=str)
+@pytest.mark.parametrize("options", ALONE, ids=lambda options: "-".join(options))
 def test_b12_every_argument_has_an_effect_of_its_own(attend, options):
     arrays = case("B1-T20-S35-f32").arrays()
-    without = attend(*arrays, causal="q_offset" in options)
+    without = attend(*arrays, causal="causal" in options and len(options) > 1)
     assert np.any(attend(*arrays, **options) != without)
 
 
@@ -212,6 +274,38 @@ def test_c01_shared_heads_sum_their_gradients(attend, dtype):
     assert_agrees(found, Program(repeated, derivative=True), c.arrays(), c.cotangents())
 
 
+def test_c07_vmap_with_a_mask_for_all_and_its_gradient(attend):
+    """(16, 512, 16, 48) scaled to (3, 20, 4, 48), one array as query, key and value; the mask's cotangent is float0."""
+    c = case("B3-T20-H4-D48-bf16")
+    x, bias, mask = c.arrays()[0], c.normal((3, 4, 20, 20), 0, "bias"), np.arange(20)[None, None] % 7 > 0
+
+    def pulled(attend, x, bias, mask, dout):
+        one = jax.vmap(lambda x, bias, mask: attend(x, x, x, bias, mask), in_axes=(0, 0, None))
+        return jax.vjp(one, x, bias, mask)[1](dout)
+
+    def of_floats(attend, *arrays):
+        dx, dbias, _ = pulled(attend, *arrays)
+        return dx, {"bias": dbias}
+
+    check(Program(of_floats, derivative=True), attend, x, bias, mask, c.cotangents()[0])
+    *_, dmask = jax.eval_shape(functools.partial(pulled, attend), x, bias, mask, c.cotangents()[0])
+    assert dmask.dtype == jax.dtypes.float0 and dmask.shape == mask.shape
+
+
+def test_d02_a_mask_of_keys_for_each_example(attend):
+    """The case's own sizes; values and gradients."""
+    c = case("B4-T32-H4-D16-bf16")
+    mask = (np.arange(32) < np.array([32, 7, 1, 20])[:, None]).reshape(4, 1, 1, 32)
+    check(values_and_gradients(mask=mask), attend, c.arrays(), c.cotangents())
+
+
+def test_d04_a_mask_that_moves_with_the_query(attend):
+    """256 tokens in tiles of 128, a band of 50: scaled to 40, tiles of 16, a band of 8; a bias of [B, H, T, 1]."""
+    c = case("B2-T40-H2-D16-f32")
+    mask = np.arange(40) <= np.arange(40)[:, None] + 8
+    check(values_and_gradients(mask=mask), attend, c.inputs(bias=(2, 2, 40, 1)), c.cotangents())
+
+
 def test_f01_float32_is_float32(attend):
     """On a GPU this is where TF32 shows; here it holds the formulas to float32's own error."""
     c = case("B1-T128-H1-D32-f32")
@@ -226,6 +320,17 @@ def test_g01_head_dim_72(attend):
     for call in calls[1:]:
         jax.tree.map(np.testing.assert_array_equal, call, calls[0])
     assert_agrees(calls[0], values_and_gradients(), c.arrays(), c.cotangents())
+
+
+def test_g11_segments_cost_linear_memory():
+    """131072 tokens: a mask of bools would be 16 GiB."""
+    array = jax.ShapeDtypeStruct((1, 131072, 1, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, 131072), jnp.int32)
+
+    def loss(q, k, v, ids):
+        return flash_jax.flash_attention(q, k, v, segment_ids=ids, causal=True, implementation="xla").sum()
+
+    assert temporary_bytes(jax.grad(loss, argnums=(0, 1, 2)), array, array, array, ids) < 2**27
 
 
 def test_h11_on_another_device(attend):
@@ -260,6 +365,18 @@ def test_i04_a_symmetric_window_at_head_dim_80(attend):
 def test_i05_decoding_needs_no_padding_by_hand(attend):
     """One query against a cache: 8 x 32 heads and 4096 keys, scaled to 2 x 4 on 2 heads and 257."""
     check(forward(causal=True), attend, *case("B2-T1-S257-H4-K2-D128-bf16").arrays())
+
+
+def test_i07_a_mask_of_keys_never_reaches_the_queries(attend):
+    """4096 queries and 300 keys, scaled to 64 and 30: the rows past the keys' length are as alive as the others."""
+    q, k, v = case("B2-T64-S30-H2-D16-f32").arrays()
+    valid = np.array([17, 30])
+    mask = np.arange(30) < valid[:, None]
+    out = attend(q, k, v, mask=mask[:, None, None])
+    assert np.any(out, axis=-1).all()
+    np.testing.assert_allclose(out, attend(q, k, v, kv_lengths=valid), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"`mask` must be broadcastable to .*got shape \(2, 30\)"):
+        attend(q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize("name", ["T64-S77-H2-D40-f16", "T32-S77-H2-D80-f16", "T16-S77-H2-D160-f16"])

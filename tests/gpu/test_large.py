@@ -81,6 +81,33 @@ def test_decoding_over_a_cache_of_many_heads(attend):
         assert_agrees(found, forward(**options), *host((q, k, v), np.s_[:, :, heads]))
 
 
+@pytest.mark.parametrize("of", ["mask", "bias"])
+def test_scores_shaped_operand(attend, of):
+    """Case G05a: 8 x 28 x 4096 x 4096 entries, 3.8e9; values and gradients of the last example's last heads."""
+    shape = 8, 28, 4096, 4096
+    assert np.prod(shape, dtype=np.int64) > 2**31
+    b, h, i, j = (jax.lax.broadcasted_iota(jnp.int32, (n,), 0).reshape([-1 if a == d else 1 for a in range(4)])
+                  for d, n in enumerate(shape))  # fmt: skip
+    pattern = jax.jit(lambda: (5 * b + 3 * h + 7 * i + 13 * j) % 11)
+    dense = jax.jit(lambda: pattern() > 3 if of == "mask" else (pattern() / 4).astype(jnp.bfloat16))()
+    arrays = tuple(normal(seed, 8, 4096, 28, 128) for seed in range(3))
+    cotangents = normal(3, 8, 4096, 28, 128), jnp.ones((8, 28, 4096), jnp.float32)
+    riding = {"bias": dense} if of == "bias" else {}
+
+    def run(attend, inputs, cotangents, mask):
+        return values_and_gradients(causal=True, mask=mask)(attend, inputs, cotangents)
+
+    program = Program(run, derivative=(False, True))
+    mask = dense if of == "mask" else None
+    (out, lse), (dq, dk, dv, drest) = jax.jit(functools.partial(program, attend))((*arrays, riding), cotangents, mask)
+    rows, scores = np.s_[-1:, :, -2:], np.s_[-1:, -2:]
+    found = host((out, dq, dk, dv), rows), host((lse, drest), scores)
+    found = (found[0][0], found[1][0]), (*found[0][1:], found[1][1])
+    inputs = (*host(arrays, rows), host(riding, scores))
+    given = (host(cotangents[0], rows), host(cotangents[1], scores)), host(mask, scores)
+    assert_agrees(found, program, inputs, *given)
+
+
 @pytest.mark.parametrize(
     "name", ["B70000-T16-S16-H1-D16-bf16", "T16-S16-H70000-K35000-D16-bf16", "B70000-T1-S1-H1-bf16"]
 )
