@@ -27,7 +27,7 @@ def dropout_mask(dropout_key: jax.Array | None, dropout_rate: float, shape: tupl
     Example:
       >>> import jax
       >>> from flash_jax import dropout_mask
-      >>> kept = dropout_mask(jax.random.key(0), 0.25, (2, 8, 64, 64))
+      >>> kept = dropout_mask(jax.random.key(1), 0.25, (2, 8, 64, 64))
       >>> round(float(kept.mean()), 2)
       0.75
     """

@@ -134,7 +134,7 @@ def test_dropout_is_applied_unless_deterministic():
     training = jax.jit(SelfAttention(**config, dropout_rate=0.4, deterministic=False).apply)
     first, second = (training({"params": params}, x, rngs={"dropout": k}) for k in jax.random.split(key))
     assert np.abs(np.subtract(first, second)).max() > 0.1
-    with pytest.raises(ValueError, match="deterministic"):
+    with pytest.raises(ValueError, match="a positive `dropout_rate` needs `deterministic`"):
         layer.apply({"params": params}, x)
 
 

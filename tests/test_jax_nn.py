@@ -75,7 +75,6 @@ def hold_to_jaxs(name, bias=None, mask=None, **options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (SMALL, {"is_causal": True}),
         (SMALL, {"local_window_size": 2, "scale": 0.3}),
         (SMALL, {"local_window_size": (1, 3), "is_causal": True}),
         ("B2-T12-S9-D8-f32", {"local_window_size": (2, 4), "is_causal": True}),
@@ -88,13 +87,13 @@ def hold_to_jaxs(name, bias=None, mask=None, **options):
             },
         ),
     ],
-    ids=["causal", "window-scale", "window-causal", "more-queries", "lengths-causal"],
+    ids=["window-scale", "window-causal", "more-queries", "lengths-causal"],
 )
 def test_results_are_jaxs(name, options):
     hold_to_jaxs(name, **options)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 9, 12), (1, 4, 1, 12), (2, 1, 9, 1), (9, 12)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 1, 12), (2, 1, 9, 1), (9, 12)], ids=str)
 def test_bias_and_mask_broadcast_as_jaxs(shape):
     c = case(SMALL)
     bias = c.normal(shape, 0, "bias")

@@ -60,11 +60,10 @@ def varlen(implementation):
 @pytest.mark.parametrize(
     ("options", "operands"),
     [
-        ({"causal": True}, {}),
         ({"causal": True, "chunk_size": 4, "softcap": 2.0}, {}),
         ({"window": (3, 2)}, {"sinks": SINKS, "alibi_slopes": SLOPES, "scale": np.float32(0.7)}),
     ],
-    ids=["causal", "chunks-softcap", "window-sinks-alibi-scale"],
+    ids=["chunks-softcap", "window-sinks-alibi-scale"],
 )
 def test_each_sequence_gets_what_it_would_get_alone(varlen, options, operands):
     inputs = (*CASE.arrays(), {name: jnp.asarray(x) for name, x in operands.items()})

@@ -24,6 +24,14 @@ def as_bool(mask: jax.Array | None) -> jax.Array | None:
     return mask
 
 
+def says_deterministic(of_module: bool | None, of_call: bool | None) -> bool:
+    """What a module with dropout is told: by the call, else by itself; ValueError where neither says anything."""
+    deterministic = of_module if of_call is None else of_call
+    if deterministic is None:
+        raise ValueError("a positive `dropout_rate` needs `deterministic`, of the module or of the call.")
+    return deterministic
+
+
 def dropout_options(dropout_rate: float, deterministic: bool, dropout_rng: jax.Array | None) -> dict[str, Any]:
     """The options for `attend`: none where no dropout is applied."""
     if deterministic or dropout_rate == 0:

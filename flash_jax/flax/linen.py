@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
-from flash_jax.flax.attend import as_bool, attend, dropout_options
+from flash_jax.flax.attend import as_bool, attend, dropout_options, says_deterministic
 from flash_jax.flax.refusals import refuse_given
 from flash_jax.flax.rope import rotate_both
 from flash_jax.flax.serve import serve
@@ -236,7 +236,7 @@ class SelfAttention(nn.Module):
         mask: bool, or numbers of which 0 does not attend, broadcastable to [..., H, T, T], where decoding to
           [..., H, T, max_length]; it narrows what the module's own options allow.
         segment_ids: ints [..., T]; tokens attend those of the same id, and where it is negative none. Not for decoding.
-        deterministic: as the attribute.
+        deterministic: whether nothing is dropped; None means as the attribute says.
         dropout_rng: the key for dropout, in place of the rng collection's.
         """
         heads.require_causal(self.decode, self.causal)
@@ -278,7 +278,7 @@ class SelfAttention(nn.Module):
     def _dropout(self, deterministic: bool | None, dropout_rng: jax.Array | None) -> dict:
         if self.dropout_rate == 0:
             return {}
-        deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        deterministic = says_deterministic(self.deterministic, deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         return dropout_options(self.dropout_rate, deterministic, dropout_rng)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from flash_jax import BlockSizes
 from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
-from flash_jax.flax.attend import as_bool, attend, dropout_options
+from flash_jax.flax.attend import as_bool, attend, dropout_options, says_deterministic
 from flash_jax.flax.refusals import refuse_given
 from flash_jax.flax.rope import rotate_both
 from flash_jax.flax.serve import serve
@@ -359,16 +359,13 @@ class SelfAttention(nnx.Module):
             self.init_cache((*batch, max_length, 0))
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict:
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if self.dropout_rate == 0 or deterministic:
+        if self.dropout_rate == 0 or says_deterministic(self.deterministic, deterministic):
             return {}
-        if deterministic is None:
-            raise ValueError("a positive `dropout_rate` needs `deterministic`, of the module, the call or nnx.view.")
         stream = rngs if rngs is not None else self.rngs
         if isinstance(stream, nnx.Rngs):
             stream = stream["dropout"]
         key = stream() if isinstance(stream, nnx.RngStream) else stream
-        return dropout_options(self.dropout_rate, deterministic, key)
+        return dropout_options(self.dropout_rate, False, key)
 
     def _attend(self, query, key, value, **options):
         query, key = rotate_both(query, key, 0, self.rope_theta)
