@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.accuracy import assert_accurate, assert_same_in_float64, check, error_bound
+from tests.support import accuracy
+from tests.support.accuracy import assert_accurate, assert_agrees, assert_same_in_float64, check, error_bound
 from tests.support.cases import case, poisoned
 from tests.support.oracle import reference_attention
 from tests.support.plain import plain_attention
-from tests.support.programs import forward, values_and_gradients
+from tests.support.programs import everything, forward, values_and_gradients
 from tests.test_causal_window import OPTIONS
 from tests.test_lengths import OPTIONS as LENGTHS
+from tests.test_positions import OPTIONS as POSITIONS
 
 
 def triple(seed=0):
@@ -108,6 +110,55 @@ def test_the_yardstick_is_the_function_that_it_measures(options):
             for attend in (plain_attention, reference_attention)
         )
         jax.tree.map(assert_same_in_float64, *results)
+
+
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
+def test_the_yardstick_knows_positions(options):
+    with jax.enable_x64(True):
+        arrays = case("B2-T19-S53-H2-K1-D3-f64").arrays()
+        results = (attend(*arrays, return_lse=True, **options) for attend in (plain_attention, reference_attention))
+        jax.tree.map(assert_same_in_float64, *results)
+
+
+RIDING = {
+    "bias": ({"bias": (2, 1, 9, 14)}, {"softcap": 1.5, "mask": np.arange(14) % 5 > 0}),
+    "slopes": ({"alibi_slopes": (2, 4), "scale": ()}, {"q_segment_ids": np.arange(9) // 5 - 1, "causal": True}),
+    "sinks": ({"sinks": (4,)}, {"dropout_rate": 0.4, "causal": True, "q_lengths": np.array([9, 4])}),
+}
+
+
+@pytest.mark.parametrize("shapes, options", RIDING.values(), ids=RIDING)
+def test_the_yardstick_knows_what_rides_along(shapes, options):
+    """Values, gradients and tangents; key -inf in the bias, a dead row, dropout."""
+    with jax.enable_x64(True):
+        c = case("B2-T9-S14-H4-K2-D3-f64")
+        if "q_segment_ids" in options:
+            options = options | {"kv_segment_ids": np.arange(14) // 8}
+        if "dropout_rate" in options:
+            options = options | {"dropout_key": jax.random.key(3)}
+        inputs = c.inputs(**shapes)
+        if "bias" in shapes:
+            inputs[3]["bias"][0, 0, 2, :] = inputs[3]["bias"][1, 0, :, 3] = -np.inf
+        given = inputs, c.cotangents(), c.inputs(1, **shapes)
+        program = everything(**options)
+        results = (jax.jit(functools.partial(program, f))(*given) for f in (plain_attention, reference_attention))
+        jax.tree.map(assert_same_in_float64, *results)
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_gradients_of_what_rides_along_are_judged_by_the_dtype_of_the_query(name):
+    """A float32 bias, slopes or sinks beside bfloat16: the rule's dtype is the call's. No other bound moves."""
+    c = case("B2-T9-S14-H4-K2-D8-bf16")
+    riding = {name: np.ones({"bias": (4, 9, 14)}.get(name, (4,)), np.float32)}
+    given = (*c.arrays(), riding), c.cotangents()
+    program = values_and_gradients(causal=True)
+    (out, lse), (dq, dk, dv, drest) = jax.tree.map(np.asarray, accuracy.judges(program, *given)[0])
+    exact = (out.astype(c.dtype), lse.astype(np.float32)), tuple(g.astype(c.dtype) for g in (dq, dk, dv))
+    off = lambda x: (x * (1 + 2**-8)).astype(np.float32)  # noqa: E731  (half an eps of bfloat16)
+    assert_agrees((exact[0], (*exact[1], {name: off(drest[name])})), program, *given)
+    with pytest.raises(AssertionError, match=r"\[0\]\[1\]: error"):
+        lse = np.where(np.isfinite(lse), off(lse), lse).astype(np.float32)
+        assert_agrees(((exact[0][0], lse), (*exact[1], {name: off(drest[name])})), program, *given)
 
 
 def test_check_accepts_plain_attention_itself():
