@@ -1,25 +1,37 @@
 """The public function: what it promises, and the way from its arguments to the primitive."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from flash_jax import op, reference, select, validate
-from flash_jax.spec import AttentionSpec, Band, BlockSizes, Operands, interpreting
+from flash_jax import arguments, op, reference, select, validate
+from flash_jax.spec import Band, BlockSizes
 
 
 def flash_attention(  # noqa: PLR0913
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
     scale: float | ArrayLike | None = None,
     causal: bool = False,
     window: Band | None = None,
+    prefix_lengths: int | ArrayLike | None = None,
+    chunk_size: int | None = None,
     q_offset: int | ArrayLike | None = None,
+    q_positions: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
     q_lengths: int | ArrayLike | None = None,
     kv_lengths: int | ArrayLike | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     precision: object = None,
     implementation: str | None = None,
@@ -85,64 +97,36 @@ def flash_attention(  # noqa: PLR0913
       >>> out.shape, lse.shape
       ((2, 128, 8, 64), (2, 8, 128))
     """
-    q, k, v = validate.query_key_value(query, key, value)
-    batch = q.shape[:-3]
-    scale_ = validate.scale(scale, q.shape[-1])
-    causal_ = validate.flag("causal", causal)
-    window_ = validate.window(window)
-    offset = _bounded_offset(validate.per_example("q_offset", q_offset, batch), window_, q.shape[-3], k.shape[-3])
-    q_len = validate.per_example("q_lengths", q_lengths, batch)
-    kv_len = validate.per_example("kv_lengths", kv_lengths, batch)
     with_lse = validate.flag("return_lse", return_lse)
-    spec = AttentionSpec(
-        scale=_static(scale_),
-        causal=causal_,
-        window=window_,
-        q_offset=_static(offset),
-        q_length=_static(q_len, q.shape[-3]),
-        kv_length=_static(kv_len, k.shape[-3]),
-        precision=validate.precision(precision),
-        implementation=validate.implementation(implementation),
-        block_sizes=validate.block_sizes(block_sizes),
-        interpret=interpreting(),
-    )
-    operands = Operands(
-        scale=_scale_operand(scale_, q),
-        q_offset=_dynamic(offset),
-        q_lengths=_dynamic(q_len, q.shape[-3]),
-        kv_lengths=_dynamic(kv_len, k.shape[-3]),
+    q, k, v, operands, spec = arguments.normalise(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        causal=causal,
+        window=window,
+        prefix_lengths=prefix_lengths,
+        chunk_size=chunk_size,
+        q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        segment_ids=segment_ids,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        implementation=implementation,
+        block_sizes=block_sizes,
     )
     select.check_arguments(spec, q, v)
     run = reference.attention if spec.implementation == "reference" else op.attention
     out, lse = run(q, k, v, operands, spec)
     return (out, lse) if with_lse else out
-
-
-def _static(x, upper=None):
-    """The value if it is static, clamped to [0, upper] where upper is given."""
-    if x is None or isinstance(x, jax.Array):
-        return None
-    return x if upper is None else min(max(x, 0), upper)
-
-
-def _dynamic(x, upper=None):
-    if not isinstance(x, jax.Array):
-        return None
-    return x if upper is None else jnp.clip(x, 0, upper)
-
-
-def _bounded_offset(offset, window, T, S):
-    """The offset, cut where no query sees a key any more, or each sees all: further out nothing changes."""
-    if offset is None:
-        return None
-    left, right = window or (None, None)
-    low, high = -T - (right or 0), S + (left or 0)
-    return jnp.clip(offset, low, high) if isinstance(offset, jax.Array) else min(max(offset, low), high)
-
-
-def _scale_operand(scale, q):
-    """A traced scale as an array with the batch's rank, so that under vmap each example can have its own."""
-    if not isinstance(scale, jax.Array):
-        return None
-    dtype = np.promote_types(q.dtype, np.float32)
-    return scale.astype(dtype).reshape((1,) * (q.ndim - 3))

@@ -22,7 +22,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flash_jax import compat, select, xla
-from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
+from flash_jax.tiles.rows import sum_to
 
 
 def attention(
@@ -41,18 +42,13 @@ def _names(tree) -> list[str]:
     return ["query", "key", "value", *(names[i] for i in range(3, tree.num_leaves))]
 
 
-def _own_rank(name: str) -> int:
-    """Number of dims of an input besides the leading ones."""
-    return 3 if name in ("query", "key", "value") else 0
-
-
 def _lead(arrays_and_ranks) -> tuple[int, ...]:
     """The leading dims that (array, own rank) pairs broadcast to."""
     return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in arrays_and_ranks))
 
 
 def _primal_ranks(tree) -> list[int]:
-    return [_own_rank(name) for name in _names(tree)]
+    return [OWN_RANK[name] for name in _names(tree)]
 
 
 # The three passes as functions of arrays: abstract evaluation, and what runs on a platform.
@@ -73,7 +69,7 @@ def _forward_shapes(*leaves, tree, spec):
 def _tangent_shapes(*args, tree, names, spec):
     n = tree.num_leaves
     out, lse, *tangents = args[n:]
-    lead = _lead([(out, 3), (lse, 2), *zip(tangents, map(_own_rank, names), strict=True)])
+    lead = _lead([(out, 3), (lse, 2), *zip(tangents, (OWN_RANK[name] for name in names), strict=True)])
     return tuple(x.update(shape=lead + x.shape[x.ndim - rank :]) for x, rank in ((out, 3), (lse, 2)))
 
 
@@ -84,7 +80,7 @@ def _backward_shapes(*args, tree, wanted, has_lse_ct, spec):
 
 
 def _own_shape(x, name: str) -> tuple[int, ...]:
-    return x.shape[x.ndim - _own_rank(name) :]
+    return x.shape[x.ndim - OWN_RANK[name] :]
 
 
 def _gradient_leads(args, tree, wanted) -> dict[str, tuple[int, ...]]:
@@ -98,8 +94,9 @@ def _run_forward(*leaves, tree, spec, platform):
     q, k, v, operands = tree.unflatten(leaves)
     shapes = _forward_shapes(*map(jax.typeof, leaves), tree=tree, spec=spec)
     if _empty(q, k, shapes[0]):
-        out, lse = (jnp.full(s.shape, fill, s.dtype) for s, fill in zip(shapes, (0, -jnp.inf), strict=True))
-        return compat.vary_like((out, lse), leaves)
+        lse = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
+        nothing = (jnp.broadcast_to(x, s.shape).astype(s.dtype) for s, x in zip(shapes, (0, lse), strict=True))
+        return compat.vary_like(tuple(nothing), leaves)
     return select.choose(spec, q, k, v, platform).forward(q, k, v, operands, spec)
 
 
@@ -107,22 +104,28 @@ def _run_tangent(*args, tree, names, spec, platform):
     n = tree.num_leaves
     primals, (out, lse, *tangents) = tree.unflatten(args[:n]), args[n:]
     shapes = _tangent_shapes(*map(jax.typeof, args), tree=tree, names=names, spec=spec)
+    dots = dict(zip(names, tangents, strict=True))
     if _empty(primals[0], primals[1], shapes[0]):
-        return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
+        d_lse = dots["sinks"][..., None] if "sinks" in dots else 0
+        nothing = (jnp.broadcast_to(x, s.shape).astype(s.dtype) for s, x in zip(shapes, (0, d_lse), strict=True))
+        return compat.vary_like(tuple(nothing), args)
     q, k, v, _ = primals
     implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
-    return implementation.tangent(primals, out, lse, dict(zip(names, tangents, strict=True)), spec)
+    return implementation.tangent(primals, out, lse, dots, spec)
 
 
 def _run_backward(*args, tree, wanted, has_lse_ct, spec, platform):
     n = tree.num_leaves
     primals, (out, lse, out_ct, *rest) = tree.unflatten(args[:n]), args[n:]
     shapes = _backward_shapes(*map(jax.typeof, args), tree=tree, wanted=wanted, has_lse_ct=has_lse_ct, spec=spec)
+    lse_ct = rest[0] if has_lse_ct else None
     if _empty(primals[0], primals[1], out_ct):
-        return compat.vary_like(tuple(jnp.zeros(s.shape, s.dtype) for s in shapes), args)
+        zeros = {name: jnp.zeros(s.shape, s.dtype) for (name, _), s in zip(wanted, shapes, strict=True)}
+        if "sinks" in zeros and lse_ct is not None:  # lse is the sink
+            zeros["sinks"] += sum_to(lse_ct.sum(-1), zeros["sinks"].shape)
+        return compat.vary_like(tuple(zeros.values()), args)
     q, k, v, _ = primals
     implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
-    lse_ct = rest[0] if has_lse_ct else None
     gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, tree, wanted), spec)
     return tuple(gradients[name] for name, _ in wanted)
 

@@ -4,10 +4,12 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import jax
 
 Band = tuple[int | None, int | None]
+Optional: TypeAlias = Any  # a jax.Array or None; in and around a kernel, the block spec or ref in its place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +60,18 @@ block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
 class AttentionSpec:
     """Every static choice of a call, hashable, the one static parameter of the primitives.
 
-    `scale`, `q_offset`, `q_length` and `kv_length` are None where the value is an array in `Operands`; for `q_offset`
-    None in both places means the default, kv length minus query length. `precision` is one of "ieee", "x3" and "tf32":
-    how float32 operands are multiplied.
+    `scale`, `q_offset`, `q_length`, `kv_length` and `prefix_length` are None where the value is an array in
+    `Operands`; for `q_offset` None in both places means the default, kv length minus query length. `precision` is one
+    of "ieee", "x3" and "tf32": how float32 operands are multiplied.
     """
 
     scale: float | None = None
+    softcap: float | None = None
     causal: bool = False
     window: Band | None = None
+    prefix_length: int | None = None
+    chunk_size: int | None = None
+    dropout_rate: float = 0.0
     q_offset: int | None = None
     q_length: int | None = None
     kv_length: int | None = None
@@ -88,14 +94,39 @@ class AttentionSpec:
 class Operands:
     """The optional arrays of a call, None where absent.
 
-    Each has the rank of the batch shape, its dims either of the batch's size or 1: one number for each example.
-    `scale` is float32 (float64 for float64 inputs) and differentiable, the others are int32.
+    Each begins with dims of the rank of the batch shape, of the batch's size or 1; its own dims follow. `scale`,
+    `bias`, `alibi_slopes` and `sinks` are differentiable: float32 (float64 for float64 inputs), but for `bias`, which
+    keeps its dtype. Numbers of slots are int32. A dim of `bias` and `mask` has its full size or 1.
     """
 
-    scale: jax.Array | None = None
-    q_offset: jax.Array | None = None
-    q_lengths: jax.Array | None = None
-    kv_lengths: jax.Array | None = None
+    scale: Optional = None  # [...]
+    bias: Optional = None  # [..., H, T, S]
+    mask: Optional = None  # [..., H, T, S] bool
+    alibi_slopes: Optional = None  # [..., H]
+    sinks: Optional = None  # [..., H]
+    q_offset: Optional = None  # [...]
+    q_lengths: Optional = None  # [...]
+    kv_lengths: Optional = None  # [...]
+    prefix_lengths: Optional = None  # [...]
+    q_positions: Optional = None  # [..., T]
+    kv_positions: Optional = None  # [..., S]
+    q_segment_ids: Optional = None  # [..., T]
+    kv_segment_ids: Optional = None  # [..., S]
+    dropout_words: Optional = None  # [..., H, 2] uint32, see tiles/dropout.py
+
+
+OWN_RANK = {
+    "query": 3, "key": 3, "value": 3, "bias": 3, "mask": 3, "alibi_slopes": 1, "sinks": 1, "q_positions": 1,
+    "kv_positions": 1, "q_segment_ids": 1, "kv_segment_ids": 1, "dropout_words": 2, "scale": 0, "q_offset": 0,
+    "q_lengths": 0, "kv_lengths": 0, "prefix_lengths": 0,
+}  # fmt: skip
+"""Dims that an input has besides the leading (batch) ones."""
+
+
+def leads(operands: Operands) -> list[tuple[int, ...]]:
+    """The leading dims of each operand that is there."""
+    present = [(x, OWN_RANK[name]) for name, x in vars(operands).items() if x is not None]
+    return [x.shape[: x.ndim - rank] for x, rank in present]
 
 
 _interpret = contextvars.ContextVar("flash_jax_interpret", default=False)

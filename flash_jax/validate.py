@@ -142,6 +142,135 @@ def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]
     return jnp.reshape(value, (1,) * (len(batch) - len(shape)) + shape).astype(jnp.int32)
 
 
+def per_slot(name: str, value: ArrayLike | None, batch: tuple[int, ...], length: int) -> jax.Array | None:
+    """int32 [..., length] with the batch's rank, for an array of positions or segment ids called `name`."""
+    if value is None:
+        return None
+    if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        got = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"`{name}` must be an integer array; got {got}.")
+    shape = jnp.shape(value)
+    if not _broadcasts(shape, (*batch, length)) or shape[-1:] != (length,):
+        raise ValueError(f"`{name}` must have shape {(*batch, length)}, batch dims may be 1 or absent; got {shape}.")
+    if isinstance(value, np.ndarray) and value.size and not -(2**31) <= int(value.min()) <= int(value.max()) < 2**31:
+        raise ValueError(f"`{name}` must fit 32 bits; got values from {value.min()} to {value.max()}.")
+    value = jnp.asarray(value).astype(jnp.int32)
+    return value.reshape((1,) * (len(batch) + 1 - len(shape)) + shape)
+
+
+def per_head(name: str, value: ArrayLike | None, batch: tuple[int, ...], heads: int, dtype) -> jax.Array | None:
+    """[..., heads] of `dtype` with the batch's rank, for one number a head (or a head and example) called `name`."""
+    if value is None:
+        return None
+    if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        got = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"`{name}` must be a floating-point array; got {got}.")
+    shape = jnp.shape(value)
+    if not _broadcasts(shape, (*batch, heads)) or shape[-1:] != (heads,):
+        raise ValueError(f"`{name}` must have one number for each of the {heads} heads of `query`; got shape {shape}.")
+    return jnp.asarray(value).astype(dtype).reshape((1,) * (len(batch) + 1 - len(shape)) + shape)
+
+
+def bias(value: ArrayLike | None, full: tuple[int, ...], dtype) -> jax.Array | None:
+    """An additive bias, of the rank of `full`, the shape of the scores [..., H, T, S]."""
+    if value is None:
+        return None
+    kind = getattr(value, "dtype", type(value).__name__)
+    if not isinstance(value, (jax.Array, np.ndarray)) or kind not in _DTYPES:
+        hint = " Pass a mask of True and False as `mask`." if kind == "bool" else ""
+        raise TypeError(f"`bias` must be a bfloat16, float16 or float32 array, added to the scores; got {kind}.{hint}")
+    if kind == "float64" and dtype != "float64":
+        raise TypeError(f"`bias` may be float64 only where `query` is; got bias float64 and query {dtype}.")
+    return _score_shaped("bias", jnp.asarray(value), full)
+
+
+def mask(value: ArrayLike | None, full: tuple[int, ...]) -> jax.Array | None:
+    """A bool mask, of the rank of `full`, the shape of the scores [..., H, T, S]."""
+    if value is None:
+        return None
+    kind = getattr(value, "dtype", type(value).__name__)
+    if not isinstance(value, (jax.Array, np.ndarray)) or kind != "bool":
+        raise TypeError(f"`mask` must be bool (True = attend); got {kind}. Pass additive scores as `bias`.")
+    return _score_shaped("mask", jnp.asarray(value), full)
+
+
+def _score_shaped(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:
+    if not _broadcasts(x.shape, full):
+        raise ValueError(
+            f"`{name}` must be broadcastable to [..., H, T, S], here {full}: each dim of that size, 1, or absent on "
+            f"the left; got shape {x.shape}."
+        )
+    return x.reshape((1,) * (len(full) - x.ndim) + x.shape)
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False))
+
+
+def segments(segment_ids, q_segment_ids, kv_segment_ids, batch: tuple[int, ...], T: int, S: int):
+    """(ids of queries, ids of keys), both None or both given."""
+    if segment_ids is not None:
+        if q_segment_ids is not None or kv_segment_ids is not None:
+            raise ValueError("Give either `segment_ids` or the pair `q_segment_ids` and `kv_segment_ids`, not both.")
+        if T != S:
+            raise ValueError(
+                f"`segment_ids` serves queries and keys alike, so their lengths must be equal; got T = {T} and S = {S}."
+                " Give `q_segment_ids` and `kv_segment_ids`."
+            )
+        ids = per_slot("segment_ids", segment_ids, batch, T)
+        return ids, ids
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        missing = "q_segment_ids" if q_segment_ids is None else "kv_segment_ids"
+        raise ValueError(f"`q_segment_ids` and `kv_segment_ids` must come together; got no `{missing}`.")
+    q_ids = per_slot("q_segment_ids", q_segment_ids, batch, T)
+    return q_ids, per_slot("kv_segment_ids", kv_segment_ids, batch, S)
+
+
+def softcap(value: float | None) -> float | None:
+    """A positive number, or None."""
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`softcap` must be a positive Python number or None; got {type(value).__name__}.")
+    if not 0 < value < math.inf:
+        raise ValueError(f"`softcap` must be a positive finite number; got {value}. Use None for no cap.")
+    return float(value)
+
+
+def chunk_size(value: int | None) -> int | None:
+    """A positive int, or None."""
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`chunk_size` must be a positive int or None; got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"`chunk_size` must be a positive int or None; got {value}.")
+    return min(int(value), _UNBOUNDED)
+
+
+def dropout(rate: float, key: ArrayLike | None) -> tuple[float, jax.Array | None]:
+    """(rate, typed key), the key None where the rate is 0."""
+    if isinstance(rate, (bool, np.bool_)) or not isinstance(rate, numbers.Real):
+        raise TypeError(f"`dropout_rate` must be a Python number; got {type(rate).__name__}.")
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be at least 0 and less than 1; got {rate}.")
+    typed = None if key is None else prng_key(key)
+    if rate > 0 and typed is None:
+        raise ValueError(f"`dropout_rate` {rate} needs a `dropout_key`, such as `jax.random.key(0)`.")
+    return float(rate), typed if rate > 0 else None
+
+
+def prng_key(key: ArrayLike) -> jax.Array:
+    """A typed JAX key, of a typed key or of the raw words that `jax.random.PRNGKey` makes."""
+    if isinstance(key, (jax.Array, np.ndarray)):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+            return jnp.asarray(key)
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(jnp.asarray(key))
+    got = f"{jnp.result_type(key)} {jnp.shape(key)}" if hasattr(key, "dtype") else type(key).__name__
+    raise TypeError(f"`dropout_key` must be one JAX key, such as `jax.random.key(0)`; got {got}.")
+
+
 def implementation(value: str | None) -> str | None:
     """One of the names in the contract, or None."""
     if value is not None and value not in IMPLEMENTATIONS:

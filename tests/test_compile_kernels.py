@@ -125,7 +125,7 @@ def estimate(name, call, gpu):
     """What `tiling` counts for the tile that it gives to that call on a GPU of this name."""
     spec, x = call
     with gpu_compile.lowering_for(gpu):
-        tile = tiling.tile_for(name, spec, x, x, x)
+        tile = tiling.tile_for(name, spec, x, x, x, Operands())
     widths = (tiling.padded(x.shape[-1]),) * 2
     length = None if spec.causal else x.shape[-3]
     return tiling.shared_bytes(name, tile, widths, x.dtype.itemsize, length)

@@ -1,11 +1,15 @@
-"""The score of a tile, in the units in which the softmax works.
+"""The score of a tile, in the units in which the softmax works, and what its derivatives need.
 
 Online softmax takes `raw` scores and a `multiplier` >= 0 such that raw * multiplier is the score in base 2, and
 evaluates exp2((raw - max) * multiplier). Subtracting before multiplying keeps the largest entry of a row at exactly
 exp2(0), however large the scores: with the product first, a compiler may fuse multiply and subtract, so that the score
 and the row's maximum round differently and a score of 1e11 overflows.
+
+A plain score is scale * (q . k): raw is then the product itself, up to the sign. With softcap, bias or alibi, raw is
+the score in natural units: softcap * tanh(scale * (q . k) / softcap) + bias - slope * distance.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -40,25 +44,78 @@ def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
     return Scale(scale, sign, jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
 
 
-def probability(
-    product: jax.Array, lse: jax.Array, scale: Scale, allowed: jax.Array | None, dtype: jnp.dtype
-) -> jax.Array:
-    """p = exp(scale * product - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How a call makes scores of products q . k.
 
-    Args:
-      product: [..., block_q, block_kv] (or transposed), q . k without the scale.
-      lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
-      scale: of the call.
-      allowed: bool like `product`; None where every entry is allowed.
-      dtype: of the inputs. For 16-bit ones both terms are brought to base 2 beforehand, which leaves a multiply-add for
-        each entry and rounds them once more, which matters only for scores in the thousands; wider ones subtract first.
+    `plain` is whether the score is scale * (q . k) and no more. `biased` is whether a bias is among what is added:
+    where that is -inf the score is, also of a NaN in a row that the bias so excludes. `quick` asks for a tanh of a few
+    instructions, exact to 1e-7 of the cap, which is enough for 16-bit inputs; it is not for differentiating.
     """
-    if jnp.dtype(dtype).itemsize < 4:
-        score = product * (scale.value * LOG2_E) - lse * LOG2_E
-    else:
-        score = (product * scale.value - lse) * LOG2_E
-    score = _at_most_0(score)
-    return jnp.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
+
+    scale: Scale
+    softcap: float | None
+    plain: bool
+    biased: bool = False
+    quick: bool = False
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, operands: Operands, quick: bool = False) -> "Scoring":
+        """The scoring that `spec` and `operands` (arrays, scalars or refs) ask for."""
+        plain = spec.softcap is None and operands.bias is None and operands.alibi_slopes is None
+        return cls(split_scale(spec, operands), spec.softcap, plain, operands.bias is not None, quick)
+
+    @property
+    def multiplier(self) -> float | jax.Array:
+        """What brings raw scores to base 2."""
+        return self.scale.multiplier if self.plain else LOG2_E
+
+    def natural(self, product: jax.Array, addend: jax.Array | None) -> jax.Array:
+        """The score of products q . k; `addend` is bias and alibi of the tile, None without both."""
+        score = product * self.scale.value
+        if self.softcap is not None:
+            score = self.softcap * self._tanh(score * (1 / self.softcap))
+        if addend is None:
+            return score
+        return jnp.where(addend == -jnp.inf, -jnp.inf, score + addend) if self.biased else score + addend
+
+    def slope(self, product: jax.Array) -> jax.Array | None:
+        """d score / d (scale * product) = 1 - tanh^2, None where it is 1."""
+        if self.softcap is None:
+            return None
+        t = self._tanh(product * self.scale.value * (1 / self.softcap))
+        return 1 - t * t
+
+    def _tanh(self, x: jax.Array) -> jax.Array:
+        return 1 - 2 / (jnp.exp2(x * (2 * LOG2_E)) + 1) if self.quick else jnp.tanh(x)
+
+    def probability(
+        self,
+        product: jax.Array,
+        lse: jax.Array,
+        addend: jax.Array | None,
+        allowed: jax.Array | None,
+        dtype: jnp.dtype,
+    ) -> jax.Array:
+        """p = exp(score - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
+
+        Args:
+          product: [..., block_q, block_kv] (or transposed), q . k without the scale.
+          lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
+          addend: see `natural`.
+          allowed: bool like `product`; None where every entry is allowed.
+          dtype: of the inputs. For 16-bit ones everything is in base 2, and a plain score is brought there beforehand,
+            which leaves a multiply-add for each entry and rounds it once more: that matters only for scores in the
+            thousands. Wider ones subtract first and stay with e, since each change of base would round what it changes.
+        """
+        if jnp.dtype(dtype).itemsize >= 4:
+            score, exp = self.natural(product, addend) - lse, jnp.exp
+        elif self.plain:
+            score, exp = product * (self.scale.value * LOG2_E) - lse * LOG2_E, jnp.exp2
+        else:
+            score, exp = (self.natural(product, addend) - lse) * LOG2_E, jnp.exp2
+        score = _at_most_0(score)
+        return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 
 
 @jax.custom_jvp
@@ -68,21 +125,3 @@ def _at_most_0(score: jax.Array) -> jax.Array:
 
 
 _at_most_0.defjvp(lambda primals, tangents: (_at_most_0(*primals), tangents[0]))
-
-
-def scale_gradient(
-    ds_qk: jax.Array, ds: jax.Array, p_qk: jax.Array, lse: jax.Array, lse_ct: jax.Array | None
-) -> jax.Array:
-    """[..., H, T]: each row's part of the scale's gradient, sum_j ds_ij (q_i . k_j), from three sums over the row.
-
-    The sum of ds over a row is the cotangent of its lse (0 without one). What it falls short by comes from delta, which
-    is computed from an output that was rounded to 16 bits, and would enter here times the mean of q . k; so that much
-    is taken off.
-
-    Args:
-      ds_qk, ds, p_qk: [..., H, T], sums over j of ds_ij (q_i . k_j), ds_ij and p_ij (q_i . k_j).
-      lse: [..., H, T]; rows where it is -inf are dead, and all their sums 0.
-      lse_ct: [..., H, T], None where it is zero.
-    """
-    excess = ds if lse_ct is None else ds - jnp.where(lse == -jnp.inf, 0, lse_ct)
-    return ds_qk - excess * p_qk

@@ -33,17 +33,26 @@ def step(
 
 
 def finish(
-    row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, alive: jax.Array
+    row_max: jax.Array,
+    row_sum: jax.Array,
+    multiplier: float | jax.Array,
+    alive: jax.Array,
+    sink: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(alive, divisor, lse), each [..., block_q], of rows whose tiles are all seen.
 
-    The output of a row that is alive is its accumulator over its divisor; that of a dead row is 0, and its lse -inf.
-    The argument `alive` is False for rows that attend nothing whatever their sums say (those past the query length).
+    The output of a row that is alive is its accumulator over its divisor; that of a dead row is 0, and its lse -inf, or
+    the sink. The argument `alive` is False for rows that attend nothing whatever their sums say (those past the query
+    length).
     """
     alive &= row_sum != 0  # a NaN is not a dead row: whoever gave it should see it
     divisor = jnp.where(alive, row_sum, 1)
     lse = row_max * (_of_row(multiplier) * LN_2) + jnp.log(divisor)
-    return alive, divisor, jnp.where(alive, lse, -jnp.inf)
+    if sink is None:
+        return alive, divisor, jnp.where(alive, lse, -jnp.inf)
+    keys = jnp.where(alive, lse, 0)
+    total = jnp.maximum(keys, sink) + jnp.log(1 + jnp.exp(-jnp.abs(keys - sink)))
+    return alive, divisor * jnp.exp(total - keys), jnp.where(alive, total, sink)
 
 
 def _of_row(multiplier: float | jax.Array) -> float | jax.Array:
@@ -51,7 +60,15 @@ def _of_row(multiplier: float | jax.Array) -> float | jax.Array:
     return multiplier[..., 0] if isinstance(multiplier, jax.Array) and multiplier.ndim else multiplier
 
 
-def delta(out: jax.Array, out_ct: jax.Array, lse: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
+def dead_rows(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """bool [..., H, T]: the rows that attend no key; with a sink, also those of which the sink leaves nothing."""
+    if sinks is None:
+        return lse == -jnp.inf
+    empty = jnp.swapaxes((out == 0).all(axis=-1), -1, -2)
+    return empty & (lse == sinks[..., None])
+
+
+def delta(out: jax.Array, out_ct: jax.Array, dead: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
     """[..., H, T]: what each row subtracts from dp, so that ds = p * (dp - delta); 0 on dead rows.
 
     The row's sum of out * out_ct (FlashAttention-2, algorithm 2, line 4), less the cotangent of lse, since
@@ -61,9 +78,9 @@ def delta(out: jax.Array, out_ct: jax.Array, lse: jax.Array, lse_ct: jax.Array |
     total = jnp.einsum("...thd,...thd->...ht", out.astype(dtype), out_ct.astype(dtype), precision="highest")
     if lse_ct is not None:
         total -= lse_ct
-    return jnp.where(lse == -jnp.inf, 0, total)
+    return jnp.where(dead, 0, total)
 
 
-def dead_to_inf(lse: jax.Array) -> jax.Array:
+def dead_to_inf(lse: jax.Array, dead: jax.Array) -> jax.Array:
     """lse with +inf on dead rows, so that exp(s - lse) is 0 there and not NaN."""
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    return jnp.where(dead, jnp.inf, lse)

@@ -7,46 +7,52 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import masks, scores, softmax
+from flash_jax.spec import AttentionSpec, Operands, leads
+from flash_jax.tiles import softmax
 from flash_jax.triton import columns
-from flash_jax.triton.launch import Shape, flat, launch, output, over_tiles, read, store_stats
+from flash_jax.triton.launch import Shape, flat, flat_output, launch, output, over_tiles, store_stats
+from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
 
-def flash_attention_forward_kernel(operands, inputs, out_ref, lse_ref, *, spec, tile, shape):
+def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, tile, shape):
     """O = softmax(scale Q K^T) V and L = log-sum-exp of the scores (Dao, "FlashAttention-2", 2023, algorithm 1).
 
     One program computes block_q rows of one head of one example. Q_i, the accumulator of O_i and the running maximum m
-    and sum l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T,
+    and sum l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T (and softcap,
+    bias, alibi),
         m' = max(m, rowmax S),  P = exp(S - m'),  l = exp(m - m') l + rowsum P,  O = exp(m - m') O + P V_j,
     and O is divided by l once, at the end. Grid: (query tiles, H, examples). Tiles that need a mask run before those
     that do not; tiles with nothing visible are not visited.
     """
-    operands, (q_ref, k_ref, v_ref) = read(operands), inputs
-    geometry = masks.Geometry.of(spec, operands, shape.T, shape.S)
-    scale = scores.split_scale(spec, operands)
-    row = q_tile(pl.program_id(0), shape, tile, spec) * tile.block_q
+    q_ref, k_ref, v_ref = arrays
+    reader = Reader.of(extra, spec, shape, tile)
+    scoring = reader.scoring(q_ref.dtype)
+    i = q_tile(pl.program_id(0), shape, tile, spec)
+    row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
     q = columns.load(q_ref, (slice(None),), inside, shape.D)  # [block_q, D]
-    if operands.scale is not None:
-        q = tuple(part * jnp.asarray(scale.sign, part.dtype) for part in q)
-    elif scale.sign < 0:
-        q = tuple(-part for part in q)
+    if scoring.plain:
+        q = _signed(q, scoring.scale.sign)
 
     def body(j, carry, masked):
         accumulator, row_max, row_sum = carry
         col = j * tile.block_kv
-        cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
-        keep = masks.attended_cols(cols, row, tile.block_q, geometry, spec) if masked else None
+        view = reader.view(row, col, masked)
         here = (pl.ds(col, tile.block_kv),)
-        k = columns.load(k_ref, here, keep, shape.D)
+        k = columns.load(k_ref, here, view.keep, shape.D)
         raw = columns.inner(q, k, spec)  # [block_q, block_kv]
-        if masked:
-            raw = jnp.where(masks.allowed(rows[:, None], cols[None, :], geometry, spec), raw, -jnp.inf)
-        p, shrink, row_max, row_sum = softmax.step(raw, row_max, row_sum, scale.multiplier, masked=masked)
-        v = columns.load(v_ref, here, keep, shape.Dv)
+        if not scoring.plain:
+            raw = scoring.natural(raw, view.addend)
+        if view.allowed is not None:
+            raw = jnp.where(view.allowed, raw, -jnp.inf)
+        p, shrink, row_max, row_sum = softmax.step(
+            raw, row_max, row_sum, scoring.multiplier, masked=masked or extra.operands.bias is not None
+        )
+        if view.kept is not None:
+            p = jnp.where(view.kept, p, 0)
+        v = columns.load(v_ref, here, view.keep, shape.Dv)
         accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
         accumulator = columns.add_product(accumulator, p, v, spec)
         return accumulator, row_max, row_sum
@@ -56,12 +62,22 @@ def flash_attention_forward_kernel(operands, inputs, out_ref, lse_ref, *, spec, 
         jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
-    seen = masks.kv_range(row, tile.block_q, tile.block_kv, geometry, spec)
-    accumulator, row_max, row_sum = over_tiles(seen, body, carry, whole=shape.S >= tile.block_kv)
-    alive, divisor, lse = softmax.finish(row_max, row_sum, scale.multiplier, rows < geometry.q_length)
+    accumulator, row_max, row_sum = over_tiles(reader.kv_range(i), body, carry, whole=shape.S >= tile.block_kv)
+    sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
+    alive = rows < reader.geometry.q_length
+    alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, alive, sink)
+    if spec.dropout_rate:
+        divisor *= 1 - spec.dropout_rate
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)
     columns.store(out_ref, out, inside, shape.Dv)
     store_stats(lse_ref, lse, inside)
+
+
+def _signed(q: columns.Columns, sign: float | jax.Array) -> columns.Columns:
+    """q with the sign of the scale."""
+    if isinstance(sign, float):
+        return q if sign > 0 else tuple(-part for part in q)
+    return tuple(part * jnp.asarray(sign, part.dtype) for part in q)
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):
@@ -75,9 +91,10 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """out [..., T, H, Dv] in query's dtype and lse [..., H, T] float32."""
     arrays = (q, k, v)
-    lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *(x.shape for x in jax.tree.leaves(operands)))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *leads(operands))
     shape = Shape.of(q, k, v, lead)
-    tile = tile_for("forward", spec, q, k, v)
+    tile = tile_for("forward", spec, q, k, v, operands)
+    extra = inputs(operands, tile)
 
     def place(i, h):
         return q_tile(i, shape, tile, spec), h
@@ -92,7 +109,7 @@ def forward(
         (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
         (
             (
-                shape.scalars(operands),
+                specs(extra, shape, None),
                 (
                     shape.rows(q, tile.block_q, None, place),
                     shape.rows(k, None, None, whole),
@@ -105,11 +122,5 @@ def forward(
         tile,
         spec,
     )
-    out_flat, lse_flat = call(jax.tree.map(lambda x: flat(x, 0), operands), tuple(flat(x, 3) for x in arrays))
+    out_flat, lse_flat = call(flattened(extra), tuple(flat(x, 3) for x in arrays))
     return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)
-
-
-def flat_output(x: jax.ShapeDtypeStruct, rank: int) -> jax.ShapeDtypeStruct:
-    """The struct with its leading dims flattened into one."""
-    n = int(np.prod(x.shape[: len(x.shape) - rank], dtype=np.int64))
-    return output((n, *x.shape[len(x.shape) - rank :]), x.dtype, x)

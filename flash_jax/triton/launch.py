@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from flash_jax import compat
-from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.spec import AttentionSpec
 from flash_jax.tiles.masks import Int, TileRange
 from flash_jax.triton.columns import width
 from flash_jax.triton.tiling import Tile
@@ -62,12 +63,26 @@ class Shape:
         def index(b):
             own_index, stride = 0, 1
             for full, mine in zip(reversed(self.lead), reversed(own), strict=True):
-                here, b = lax.rem(b, full), lax.div(b, full)
+                here, b = lax.rem(b, jnp.full_like(b, full)), lax.div(b, jnp.full_like(b, full))
                 if mine != 1:
                     own_index, stride = own_index + here * stride, stride * mine
             return own_index
 
         return index
+
+    def combined(self, own: tuple[int, ...]) -> Callable[[Int, Int], Int]:
+        """The inverse: from the index of data of leading dims `own`, and the how-manieth example that shares it."""
+
+        def example(mine, turn):
+            index, stride = 0, 1
+            for full, kept in zip(reversed(self.lead), reversed(own), strict=True):
+                source = mine if kept != 1 else turn
+                here, rest = lax.rem(source, jnp.full_like(source, full)), lax.div(source, jnp.full_like(source, full))
+                mine, turn = (rest, turn) if kept != 1 else (mine, rest)
+                index, stride = index + here * stride, stride * full
+            return jnp.asarray(index, jnp.int32)
+
+        return example
 
     def rows(self, x: Struct, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
         """Spec for x [..., length, heads, dim]: `rows` of them (None: all) of one head (or of `heads`).
@@ -92,24 +107,10 @@ class Shape:
 
         return pl.BlockSpec((None, heads, rows or x.shape[-1]), index_map)
 
-    def scalars(self, operands: Operands) -> Operands:
-        """Specs for the per-example numbers: a kernel sees one scalar of each."""
-
-        def spec(x):
-            example = self.example(x.shape)
-            return pl.BlockSpec((None,), lambda tile, head, b: (example(b),))
-
-        return jax.tree.map(spec, operands)
-
 
 def flat(x: jax.Array, rank: int) -> jax.Array:
     """x with its leading dims flattened into one; `rank` dims stay."""
     return x.reshape(-1, *x.shape[x.ndim - rank :])
-
-
-def read(operands: Operands) -> Operands:
-    """The scalars behind a kernel's operand refs."""
-    return jax.tree.map(lambda ref: ref[...], operands)
 
 
 def load_stats(ref: Any, keep: jax.Array | None) -> jax.Array:
@@ -137,7 +138,8 @@ def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
     """fori_loop, but nothing at all where the bounds are known to leave nothing to do."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
-    return lax.fori_loop(start, stop, body, carry)
+    # Under jax_enable_x64 a loop counts in 64 bits, unlike everything that the number meets.
+    return lax.fori_loop(start, stop, lambda j, carry: body(jnp.asarray(j, jnp.int32), carry), carry)
 
 
 def launch(
@@ -147,8 +149,9 @@ def launch(
     outputs: Any,
     tile: Tile,
     spec: AttentionSpec,
+    name: str | None = None,
 ) -> Callable:
-    """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is."""
+    """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is by default."""
     in_specs, out_specs = specs
     return pl.pallas_call(
         kernel,
@@ -158,8 +161,14 @@ def launch(
         out_shape=outputs,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=spec.interpret,
-        name=kernel.func.__name__,
+        name=name or kernel.func.__name__,
     )
+
+
+def flat_output(x: jax.ShapeDtypeStruct, rank: int) -> jax.ShapeDtypeStruct:
+    """The struct with its leading dims flattened into one."""
+    own = x.shape[len(x.shape) - rank :]
+    return output((_product(x.shape[: len(x.shape) - rank]), *own), x.dtype, x)
 
 
 def output(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

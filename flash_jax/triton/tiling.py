@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from flash_jax import compat
-from flash_jax.spec import AttentionSpec, BlockSizes
+from flash_jax.spec import AttentionSpec, BlockSizes, Operands
 
 PASSES = ("forward", "dq", "dkv")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
@@ -66,7 +66,7 @@ _TABLE_8 = {
 }
 
 
-def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> Tile:
+def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Tile:
     """The tile of pass `name` ("forward", "dq" or "dkv"): the user's sizes where given, else the table's, cut to fit.
 
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
@@ -84,7 +84,9 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     if spec.interpret:
         return tile
     limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
-    size = functools.partial(shared_bytes, name, widths=widths, itemsize=itemsize, length=_ragged(name, spec, q, k))
+    size = functools.partial(
+        shared_bytes, name, widths=widths, itemsize=itemsize, length=_ragged(name, spec, q, k), dense=_dense(operands)
+    )
     needed = size(tile)
     if needed > limit and chosen:
         smaller = _shrink(tile, size, limit)
@@ -104,6 +106,12 @@ def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int |
     return whole if given is None else given
 
 
+def _dense(operands: Operands) -> int:
+    """Bytes that bias and mask have for each entry of a tile."""
+    dense = (x for x in (operands.bias, operands.mask) if x is not None and 1 not in x.shape[-2:])
+    return sum(x.dtype.itemsize for x in dense)
+
+
 def _row(capability: str | None, name: str, width: int, itemsize: int) -> Tile:
     """The table's row for a GPU."""
     key = name, width, itemsize
@@ -115,17 +123,20 @@ def padded(n: int) -> int:
     return max(_MIN_BLOCK, 1 << math.ceil(math.log2(n))) if n > 1 else _MIN_BLOCK
 
 
-def shared_bytes(name: str, tile: Tile, widths: tuple[int, int], itemsize: int, length: int | None = None) -> int:
+def shared_bytes(
+    name: str, tile: Tile, widths: tuple[int, int], itemsize: int, length: int | None = None, dense: int = 0
+) -> int:
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
     `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
-    one is loaded beside the loop's. The compile lane holds this against what the compiler asks for.
+    one is loaded beside the loop's. `dense` are the bytes of bias and mask that each entry reads. The compile lane
+    holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
     staying = stay * (D if name == "forward" else D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
-    streaming = stages * stream * (D + Dv) * itemsize
+    streaming = stages * (stream * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
     if name == "dkv":

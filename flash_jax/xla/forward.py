@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_jax.compat import vary_like
-from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import scores, softmax
-from flash_jax.xla.loop import Plan, Tile, broadcast_lead, product
+from flash_jax.spec import AttentionSpec, Operands, leads
+from flash_jax.tiles import softmax
+from flash_jax.xla.layout import product
+from flash_jax.xla.loop import Plan, Tile
 
 
 def forward(
@@ -15,28 +16,27 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """out [..., T, H, Dv] and lse [..., H, T] (FlashAttention-2, algorithm 1); temporary memory is linear in T."""
     plan = Plan.of(q, k, operands, spec)
+    scoring = plan.scoring
     T, H = q.shape[-3:-1]
-    lead = broadcast_lead((q, 3), (k, 3), (v, 3), *((x, 0) for x in jax.tree.leaves(operands)))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)), *leads(operands))
     dtype = np.promote_types(q.dtype, np.float32)
-    scale = lift_scale(scores.split_scale(spec, operands))
     q_rows, k_rows, v_rows = plan.q_rows(q), plan.kv_rows(k), plan.kv_rows(v)
     accumulator = jnp.zeros(plan.q_shape(lead, v.shape[-1]), dtype)
     row_max, row_sum = jnp.full(accumulator.shape[:-1], -jnp.inf, dtype), jnp.zeros(accumulator.shape[:-1], dtype)
 
     def body(carry, tile: Tile):
         accumulator, row_max, row_sum = carry
-        raw = scale.sign * product(
-            "...qkgd,...skd->...kgqs", plan.q_tile(q_rows, tile), plan.kv_tile(k_rows, tile), spec
-        )
-        allowed = plan.allowed(tile)
-        if allowed is not None:
-            raw = jnp.where(allowed, raw, -jnp.inf)
+        view = plan.view(tile)
+        qk = product("...qkgd,...skd->...kgqs", view.q(q_rows), view.kv(k_rows), spec)
+        raw = scoring.scale.sign * qk if scoring.plain else scoring.natural(qk, view.addend)
+        if view.allowed is not None:
+            raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, new_max, new_sum = softmax.step(
-            raw, plan.stat_tile(row_max, tile), plan.stat_tile(row_sum, tile), scale.multiplier, masked=tile.masked
+            raw, view.stat(row_max)[..., 0], view.stat(row_sum)[..., 0], scoring.multiplier, masked=tile.masked
         )
-        v_tile = plan.kv_tile(v_rows, tile)
         old = jax.lax.dynamic_slice_in_dim(accumulator, tile.row, p.shape[-2], accumulator.ndim - 2)
-        new = old * shrink[..., None] + product("...kgqs,...ske->...kgqe", p.astype(v.dtype), v_tile, spec)
+        seen = product("...kgqs,...ske->...kgqe", view.drop(p).astype(v.dtype), view.kv(v_rows), spec)
+        new = old * shrink[..., None] + seen
         put = jax.lax.dynamic_update_slice_in_dim
         last = row_max.ndim - 1
         return (
@@ -47,12 +47,8 @@ def forward(
 
     carry = vary_like((accumulator, row_max, row_sum), q, k, v, operands)
     accumulator, row_max, row_sum = plan.scan(body, carry)
-    alive, divisor, lse = softmax.finish(row_max, row_sum, scale.multiplier, plan.alive_rows())
+    sinks = None if operands.sinks is None else plan.by_head(operands.sinks, 0)[..., None]
+    alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, plan.alive_rows(), sinks)
     out = jnp.where(alive[..., None], accumulator / divisor[..., None], 0)
     out = jnp.moveaxis(out[..., :T, :], -2, -4)  # [..., K, G, T, Dv] -> [..., T, K, G, Dv]
     return out.reshape(*lead, T, H, v.shape[-1]).astype(q.dtype), lse[..., :T].reshape(*lead, H, T)
-
-
-def lift_scale(scale: scores.Scale) -> scores.Scale:
-    """A per-example scale [...] as [..., 1, 1, 1, 1], so that it meets a tile of scores."""
-    return scores.Scale(*(x[..., None, None, None, None] if isinstance(x, jax.Array) else x for x in scale))

@@ -1,9 +1,6 @@
-"""The loop over visible pairs of tiles, and how full arrays are cut into tiles.
+"""The loop over visible pairs of tiles, and what a tile sees of the arrays (see xla/layout.py for their layout).
 
-A tile keeps the batch and all heads whole, so each step is a few batched matrix products. Arrays are laid out by head
-group: queries [..., T, K, G, D] with G = H // K, keys [..., S, K, D], scores of a tile [..., K, G, block_q, block_kv].
-Leading dims stay as they are; a size-1 dim (an operand that is not mapped under vmap) meets a full one by broadcasting
-within a tile.
+A tile keeps the batch and all heads whole, so each step is a few batched matrix products.
 """
 
 import dataclasses
@@ -16,8 +13,10 @@ import numpy as np
 from jax import lax
 
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import masks
-from flash_jax.tiles.masks import Geometry
+from flash_jax.tiles import dropout, masks, ranges
+from flash_jax.tiles.masks import Geometry, Slots
+from flash_jax.tiles.scores import Scale, Scoring
+from flash_jax.xla.layout import dense_tile, pad, round_up
 
 
 class Tile(NamedTuple):
@@ -33,7 +32,9 @@ class Plan:
     """How one call is cut into tiles."""
 
     spec: AttentionSpec
+    operands: Operands  # positions, ids, bias and mask as a tile meets them
     geometry: Geometry  # ints, or arrays of the batch's rank
+    scoring: Scoring  # arrays in it have four dims more
     heads: tuple[int, int]  # (K, G)
     lengths: tuple[int, int]  # (T, S)
     blocks: tuple[int, int]  # (block_q, block_kv)
@@ -46,69 +47,61 @@ class Plan:
         sizes = spec.block_sizes
         block_q = (sizes and sizes.block_q) or _default_block(T)
         block_kv = (sizes and sizes.block_kv) or _default_block(S)
-        geometry = Geometry.of(spec, operands, T, S)
-        return cls(spec, geometry, (K, H // K), (T, S), (min(block_q, T), min(block_kv, S)))
+        scoring = Scoring.of(spec, operands)
+        lifted = Scale(*(_lift(x, 4) for x in scoring.scale))
+        return cls(
+            spec,
+            operands,
+            Geometry.of(spec, operands, T, S),
+            dataclasses.replace(scoring, scale=lifted),
+            (K, H // K),
+            (T, S),
+            (min(block_q, T), min(block_kv, S)),
+        )
 
     def q_rows(self, x: jax.Array) -> jax.Array:
         """[..., T, H, D] as [..., T padded to whole tiles, K, G, D]."""
-        return _pad(x.reshape(*x.shape[:-2], *self.heads, x.shape[-1]), -4, self.blocks[0])
+        return pad(x.reshape(*x.shape[:-2], *self.heads, x.shape[-1]), -4, self.blocks[0])
 
     def q_stats(self, x: jax.Array) -> jax.Array:
         """[..., H, T] as [..., K, G, T padded]."""
-        return _pad(x.reshape(*x.shape[:-2], *self.heads, x.shape[-1]), -1, self.blocks[0])
+        return pad(self.by_head(x, 1), -1, self.blocks[0])
 
     def kv_rows(self, x: jax.Array) -> jax.Array:
         """[..., S, K, D] as [..., S padded, K, D]."""
-        return _pad(x, -3, self.blocks[1])
+        return pad(x, -3, self.blocks[1])
+
+    def by_head(self, x: jax.Array, after: int) -> jax.Array:
+        """[..., H or 1, and `after` dims] with the heads as K, G (or 1, 1)."""
+        return x.reshape(self.shape_by_head(x.shape, after))
+
+    def shape_by_head(self, shape: tuple[int, ...], after: int) -> tuple[int, ...]:
+        """The shape that `by_head` gives an array of `shape`."""
+        axis = len(shape) - 1 - after
+        return (*shape[:axis], *(self.heads if shape[axis] > 1 else (1, 1)), *shape[axis + 1 :])
 
     def q_shape(self, lead: tuple[int, ...], width: int) -> tuple[int, ...]:
         """Shape of an array of padded query rows, head-major: [..., K, G, T padded, width]."""
-        return (*lead, *self.heads, _round_up(self.lengths[0], self.blocks[0]), width)
+        return (*lead, *self.heads, round_up(self.lengths[0], self.blocks[0]), width)
 
     def kv_shape(self, lead: tuple[int, ...], width: int) -> tuple[int, ...]:
         """Shape of an array of padded keys: [..., S padded, K, width]."""
-        return (*lead, _round_up(self.lengths[1], self.blocks[1]), self.heads[0], width)
-
-    def q_tile(self, x: jax.Array, tile: Tile) -> jax.Array:
-        """The tile's rows of [..., T, K, G, D]; in a masked tile, rows that attend nothing of it are 0."""
-        x = lax.dynamic_slice_in_dim(x, tile.row, self.blocks[0], axis=x.ndim - 4)
-        if not tile.masked:
-            return x
-        rows = tile.row + jnp.arange(self.blocks[0], dtype=jnp.int32)
-        keep = masks.attending_rows(rows, tile.col, self.blocks[1], self._expanded(1), self.spec)
-        return jnp.where(keep[..., None, None, None], x, 0)
-
-    def kv_tile(self, x: jax.Array, tile: Tile) -> jax.Array:
-        """The tile's keys of [..., S, K, D]; in a masked tile, keys that no row of it attends are 0."""
-        x = lax.dynamic_slice_in_dim(x, tile.col, self.blocks[1], axis=x.ndim - 3)
-        if not tile.masked:
-            return x
-        cols = tile.col + jnp.arange(self.blocks[1], dtype=jnp.int32)
-        keep = masks.attended_cols(cols, tile.row, self.blocks[0], self._expanded(1), self.spec)
-        return jnp.where(keep[..., None, None], x, 0)
-
-    def stat_tile(self, x: jax.Array, tile: Tile) -> jax.Array:
-        """The tile's columns of [..., K, G, T]."""
-        return lax.dynamic_slice_in_dim(x, tile.row, self.blocks[0], axis=x.ndim - 1)
-
-    def allowed(self, tile: Tile) -> jax.Array | None:
-        """bool [..., 1, 1, block_q, block_kv], or None where all is allowed."""
-        if not tile.masked:
-            return None
-        rows = tile.row + jnp.arange(self.blocks[0], dtype=jnp.int32)
-        cols = tile.col + jnp.arange(self.blocks[1], dtype=jnp.int32)
-        return masks.allowed(rows[:, None], cols[None, :], self._expanded(4), self.spec)
+        return (*lead, round_up(self.lengths[1], self.blocks[1]), self.heads[0], width)
 
     def alive_rows(self) -> jax.Array:
         """bool [..., 1, 1, T padded]: rows before the query length."""
-        rows = jnp.arange(_round_up(self.lengths[0], self.blocks[0]), dtype=jnp.int32)
-        return rows < self._expanded(3).q_length
+        rows = jnp.arange(round_up(self.lengths[0], self.blocks[0]), dtype=jnp.int32)
+        return rows < self.geometry.map(lambda x: _lift(x, 3)).q_length
 
-    def _expanded(self, dims: int) -> Geometry:
-        """The geometry with `dims` more dims at the end of what is an array."""
-        g = self.geometry
-        lift = lambda x: x if isinstance(x, int) else x.reshape(x.shape + (1,) * dims)  # noqa: E731
-        return dataclasses.replace(g, q_length=lift(g.q_length), kv_length=lift(g.kv_length), q_offset=lift(g.q_offset))
+    def view(self, tile: Tile) -> "View":
+        """What the tile sees."""
+        return View.of(self, tile)
+
+    @property
+    def closed(self) -> bool:
+        """Whether positions alone, and these in closed form, decide what is allowed."""
+        dense = self.operands.mask is not None or self.operands.bias is not None
+        return not dense and not ranges.is_scanned(self.operands)
 
     def scan(self, body: Callable[[Any, Tile], Any], carry: Any) -> Any:
         """Runs `carry = body(carry, tile)` over all visible pairs of tiles.
@@ -117,8 +110,11 @@ class Plan:
         differentiate the loop of a sum in linear memory. Pairs are known now where the geometry is static; otherwise
         each is asked about.
         """
-        static = all(isinstance(x, int) for x in dataclasses.astuple(self.geometry))
+        static = all(x is None or isinstance(x, int) for x in dataclasses.astuple(self.geometry))
+        scanned = ranges.is_scanned(self.operands)
+        static &= not scanned
         full, partial = self._static_pairs() if static else ([], self._all_pairs())
+        visible = self._judged() if scanned else self._visible
         for pairs, masked in ((full, False), (partial, True)):
             if not len(pairs):
                 continue
@@ -128,7 +124,7 @@ class Plan:
                 tile = Tile(pair[0], pair[1], masked)
                 if static:
                     return body(carry, tile), None
-                return lax.cond(self._visible(tile), lambda c: body(c, tile), lambda c: c, carry), None
+                return lax.cond(visible(tile), lambda c: body(c, tile), lambda c: c, carry), None
 
             carry, _ = lax.scan(step, carry, np.asarray(pairs, np.int32))
         return carry
@@ -146,52 +142,116 @@ class Plan:
             for j in range(seen.start, seen.stop):
                 # Rows past the query length get no gradient, so here a full tile must end before it.
                 whole = seen.full_start <= j < seen.full_stop and row + block_q <= self.geometry.q_length
-                (full if whole else partial).append((row, j * block_kv))
+                (full if whole and self.closed else partial).append((row, j * block_kv))
         return full, partial
 
     def _visible(self, tile: Tile) -> jax.Array:
-        """Whether any example of the batch has something to show in the tile."""
+        """Whether any example of the batch has something to show in the tile, where positions are indices."""
         seen = masks.kv_range(tile.row, self.blocks[0], self.blocks[1], self.geometry, self.spec)
         j = lax.div(tile.col, jnp.full_like(tile.col, self.blocks[1]))
         return jnp.any((seen.start <= j) & (j < seen.stop))
 
+    def _judged(self) -> Callable[[Tile], jax.Array]:
+        """As `_visible`, where positions are arrays or there are segment ids."""
+        o, (block_q, block_kv) = self.operands, self.blocks
+        sides = [(o.q_positions, o.q_segment_ids, block_q), (o.kv_positions, o.kv_segment_ids, block_kv)]
+        summaries = [ranges.summary(*side) for side in sides]
 
-def product(subscripts: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """einsum summed in float32 (float64 for float64 inputs), with float32 operands at the precision of the call."""
-    precision = lax.Precision.DEFAULT if spec.precision == "tf32" else lax.Precision.HIGHEST
-    dtype = np.promote_types(a.dtype, np.float32)
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+        def bounds(side, summary, start):
+            positions, segments, block = side
+            tile = lax.div(start, jnp.full_like(start, block))
+            fields = [] if summary is None else jnp.moveaxis(summary, -2, 0)
+            fields = [lax.dynamic_index_in_dim(x, tile, x.ndim - 1, keepdims=False) for x in fields]
+            return ranges.bounds(tile, block, fields, positions is not None, segments is not None)
 
+        def visible(tile):
+            q, kv = (bounds(*args) for args in zip(sides, summaries, (tile.row, tile.col), strict=True))
+            return jnp.any(ranges.judge(q, kv, o.q_positions is not None, self.geometry, self.spec)[0])
 
-def add_tile(total: jax.Array, x: jax.Array, start: jax.Array, axis: int) -> jax.Array:
-    """`total` with tile `x` added from `start` on along `axis` (negative), summed over what `total` holds at size 1."""
-    axis += total.ndim
-    size = x.shape[axis]
-    x = sum_to(x, (*total.shape[:axis], size, *total.shape[axis + 1 :]))
-    old = lax.dynamic_slice_in_dim(total, start, size, axis)
-    return lax.dynamic_update_slice_in_dim(total, old + x, start, axis)
-
-
-def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x summed over the dims that have size 1 in `shape`."""
-    dims = tuple(d for d, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
-    return x.sum(dims, keepdims=True) if dims else x
+        return visible
 
 
-def broadcast_lead(*arrays: tuple[jax.Array | None, int]) -> tuple[int, ...]:
-    """The common leading dims of (array, number of trailing dims) pairs, Nones left out."""
-    return np.broadcast_shapes(*(x.shape[: x.ndim - trailing] for x, trailing in arrays if x is not None))
+class View(NamedTuple):
+    """What one tile sees: which entries are allowed, and the slices of arrays that it meets.
+
+    `allowed`, `addend` (bias and alibi) and `kept` (dropout) are [..., K or 1, G or 1, block_q, block_kv], None where
+    there is nothing of the kind; keep_rows [..., block_q, K or 1, G or 1] and keep_cols [..., block_kv, K or 1] say
+    which rows and keys take part.
+    """
+
+    plan: Plan
+    tile: Tile
+    allowed: jax.Array | None
+    keep_rows: jax.Array | None
+    keep_cols: jax.Array | None
+    addend: jax.Array | None
+    distance: Any  # of positions, where there are alibi slopes
+    kept: jax.Array | None
+
+    @classmethod
+    def of(cls, plan: Plan, tile: Tile) -> "View":
+        """The view of `plan` at `tile`."""
+        o, spec = plan.operands, plan.spec
+        rows = _slots(plan, tile.row, plan.blocks[0], o.q_positions, o.q_segment_ids)
+        cols = _slots(plan, tile.col, plan.blocks[1], o.kv_positions, o.kv_segment_ids)
+        rows = rows.laid(lambda x: x[..., None, None, :, None])
+        cols = cols.laid(lambda x: x[..., None, None, None, :])
+        geometry = plan.geometry.map(lambda x: _lift(x, 4))
+        starts = tile.row, tile.col
+        bias = None if o.bias is None else dense_tile(plan.by_head(o.bias, 2), starts, plan.blocks)
+        allowed = keep_rows = keep_cols = None
+        if tile.masked:
+            allowed = masks.allowed(rows, cols, geometry, spec)
+            if o.mask is not None:
+                allowed &= dense_tile(plan.by_head(o.mask, 2), starts, plan.blocks)
+            if bias is not None:
+                allowed &= bias != -jnp.inf
+            keep_rows = jnp.moveaxis(allowed.any(-1), -1, -3)
+            keep_cols = jnp.moveaxis(allowed.any((-3, -2)), -1, -2)
+        addend = None if bias is None else bias.astype(np.promote_types(bias.dtype, np.float32))
+        distance = None
+        if o.alibi_slopes is not None:
+            distance = masks.distance(rows, cols, geometry).astype(o.alibi_slopes.dtype)
+            alibi = -plan.by_head(o.alibi_slopes, 0)[..., None, None] * distance
+            addend = alibi if addend is None else addend + alibi
+        kept = None
+        if o.dropout_words is not None:
+            row_word, col_word = (plan.by_head(o.dropout_words[..., n], 0)[..., None, None] for n in (0, 1))
+            kept = dropout.kept(row_word, col_word, rows.slot, cols.slot, spec.dropout_rate)
+        return cls(plan, tile, allowed, keep_rows, keep_cols, addend, distance, kept)
+
+    def q(self, x: jax.Array) -> jax.Array:
+        """The tile's rows of [..., T, K, G, D]; rows that attend nothing of it are 0."""
+        x = lax.dynamic_slice_in_dim(x, self.tile.row, self.plan.blocks[0], axis=x.ndim - 4)
+        return x if self.keep_rows is None else jnp.where(self.keep_rows[..., None], x, 0)
+
+    def kv(self, x: jax.Array) -> jax.Array:
+        """The tile's keys of [..., S, K, D]; keys that no row of it attends are 0."""
+        x = lax.dynamic_slice_in_dim(x, self.tile.col, self.plan.blocks[1], axis=x.ndim - 3)
+        return x if self.keep_cols is None else jnp.where(self.keep_cols[..., None], x, 0)
+
+    def stat(self, x: jax.Array) -> jax.Array:
+        """The tile's columns of [..., K, G, T], as [..., K, G, block_q, 1]."""
+        return lax.dynamic_slice_in_dim(x, self.tile.row, self.plan.blocks[0], axis=x.ndim - 1)[..., None]
+
+    def probability(self, product: jax.Array, lse_rows: jax.Array, dtype: Any) -> jax.Array:
+        """p of the products q . k of the tile, before dropout."""
+        return self.plan.scoring.probability(product, self.stat(lse_rows), self.addend, self.allowed, dtype)
+
+    def drop(self, p: jax.Array) -> jax.Array:
+        """p after dropout."""
+        return p if self.kept is None else jnp.where(self.kept, p * (1 / (1 - self.plan.spec.dropout_rate)), 0)
 
 
-def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """x with zeros at the end of `axis`, up to a whole number of tiles."""
-    axis += x.ndim
-    missing = _round_up(x.shape[axis], block) - x.shape[axis]
-    return jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)]) if missing else x
+def _slots(plan: Plan, start: jax.Array, block: int, positions, segments) -> Slots:
+    """Index [block], and position and id [..., block], of a tile's queries or keys."""
+    cut = lambda x: x if x is None else lax.dynamic_slice_in_dim(pad(x, -1, block), start, block, x.ndim - 1)  # noqa: E731
+    return Slots(start + jnp.arange(block, dtype=jnp.int32), cut(positions), cut(segments))
 
 
-def _round_up(n: int, block: int) -> int:
-    return -(-n // block) * block
+def _lift(x: Any, dims: int) -> Any:
+    """A per-example array with `dims` more dims at the end; what is no array as it is."""
+    return x.reshape(x.shape + (1,) * dims) if isinstance(x, jax.Array) else x
 
 
 def _default_block(length: int) -> int:

@@ -13,7 +13,10 @@ SCORING = ("softcap", "alibi_slopes")
 def plain_attention(query, key, value, bias=None, mask=None, *, return_lse=False, **options):
     """Attention by a matrix of float32 scores `[..., H, T, S]`, differentiated by JAX.
 
-    The probabilities are rounded to the inputs' dtype before they meet the values; float32 products are at HIGHEST;
+    The probabilities are exp(score - lse), as in the contract's formulas. (Divided by their sum instead, a row of one
+    large entry happens to be exact to the last bit, which makes for a yardstick of luck: with it one gradient in some
+    hundreds of float32 cases failed, another one on another CPU.) They are rounded to the inputs' dtype before they
+    meet the values; float32 products are at HIGHEST;
     float64 inputs are computed in float64 throughout. `options` are the keywords of `flash_attention`; dropout keeps
     what the library's own bits say, since it is no matter of accuracy.
     """
@@ -37,19 +40,18 @@ def plain_attention(query, key, value, bias=None, mask=None, *, return_lse=False
     top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     top = top if sink is None else jnp.maximum(top, lax.stop_gradient(sink))
     top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
     dead = total == 0
-    total = jnp.where(dead, jnp.ones_like(total), total)
-    probabilities = weights / total
+    lse = top + jnp.log(jnp.where(dead, jnp.ones_like(total), total))
+    probabilities = jnp.exp(scores - lse)
     if rate:
         kept = dropout_kept(dropout_key, rate, (*batch, H, T, S))
         probabilities = jnp.where(kept, probabilities / (1 - rate), 0)
     probabilities = jnp.reshape(_rounded(probabilities, value.dtype), (*batch, K, H // K, T, S))
     out = _product("...kgts,...skd->...tkgd", probabilities, value, exact)
     out = jnp.reshape(out.astype(query.dtype), (*batch, T, H, Dv))
-    lse = jnp.where(dead, -jnp.inf, top + jnp.log(total))
+    lse = jnp.where(dead, -jnp.inf, lse)
     return (out, jnp.reshape(lse, (*batch, H, T))) if return_lse else out
 
 

@@ -1,0 +1,105 @@
+"""Temporary memory of each option, from programs compiled for an H200 on a machine without a GPU.
+
+    python benchmarks/memory.py [--length 16384]
+
+prints a table of the bytes that forward, and forward with backward, need besides arguments and results, at the length
+and at half of it; with --kernels also what ptxas says of the kernels. Needs the `compile` extra. One example, 8 query
+heads, 2 key/value heads, head dim 128, bfloat16.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import flash_jax
+from tests.support import gpu_compile
+
+B, H, K, D = 1, 8, 2, 128
+
+
+def struct(*shape, dtype="bfloat16"):
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
+    """{name: (static options, arrays without gradient, arrays with)}."""
+    f32, i32 = {"dtype": "float32"}, {"dtype": "int32"}
+    alone = {
+        "plain": ({}, {}, {}),
+        "causal": ({"causal": True}, {}, {}),
+        "window (1024, 0)": ({"window": (1024, 0)}, {}, {}),
+        "lengths": ({}, {"q_lengths": struct(B, **i32), "kv_lengths": struct(B, **i32)}, {}),
+        "q_offset (array)": ({"causal": True}, {"q_offset": struct(B, **i32)}, {}),
+        "prefix_lengths": ({"causal": True}, {"prefix_lengths": struct(B, **i32)}, {}),
+        "chunk_size 512": ({"causal": True, "chunk_size": 512}, {}, {}),
+        "positions": ({"causal": True}, {"q_positions": struct(B, T, **i32), "kv_positions": struct(B, T, **i32)}, {}),
+        "segment_ids": ({"causal": True}, {"segment_ids": struct(B, T, **i32)}, {}),
+        "softcap": ({"softcap": 30.0}, {}, {}),
+        "alibi_slopes": ({"causal": True}, {}, {"alibi_slopes": struct(H, **f32)}),
+        "sinks": ({"causal": True}, {}, {"sinks": struct(H, **f32)}),
+        "dropout": ({"dropout_rate": 0.1}, {"dropout_key": struct(2, dtype="uint32")}, {}),
+        "scale (array)": ({}, {}, {"scale": struct(**f32)}),
+        "mask [1, 1, T, S]": ({}, {"mask": struct(1, 1, T, T, dtype="bool")}, {}),
+        "bias [1, H, T, S], its gradient too": ({}, {}, {"bias": struct(1, H, T, T)}),
+        "bias [1, 1, 1, S], its gradient too": ({}, {}, {"bias": struct(1, 1, 1, T)}),
+        "bias [1, 1, T, 1], its gradient too": ({}, {}, {"bias": struct(1, 1, T, 1)}),
+    }
+    together = ({}, {}, {})
+    for name, parts in alone.items():
+        if name not in (
+            "q_offset (array)",
+            "bias [1, 1, 1, S], its gradient too",
+            "bias [1, 1, T, 1], its gradient too",
+        ):
+            for whole, part in zip(together, parts, strict=True):
+                whole.update(part)
+    return alone | {"all together": together}
+
+
+def compiled(static, frozen, trained, T, *, backward):
+    """The program of one call, compiled for an H200."""
+    qkv = struct(B, T, H, D), struct(B, T, K, D), struct(B, T, K, D)
+
+    def forward(qkv, trained, frozen):
+        return flash_jax.flash_attention(*qkv, **static, **trained, **frozen, return_lse=True, implementation="triton")
+
+    def gradients(qkv, trained, frozen, cotangents):
+        return jax.vjp(lambda *x: forward(*x, frozen), qkv, trained)[1](cotangents)
+
+    if not backward:
+        return gpu_compile.compile_for(gpu_compile.H200, forward, qkv, trained, frozen)
+    cotangents = struct(B, T, H, D), struct(B, H, T, dtype="float32")
+    return gpu_compile.compile_for(gpu_compile.H200, gradients, qkv, trained, frozen, cotangents)
+
+
+def main():
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--only", help="a part of the option's name")
+    parser.add_argument("--kernels", action="store_true", help="registers, spills and notes of each kernel")
+    args = parser.parse_args()
+    print(f"{'MiB of temporary memory':40} {'forward':>17} {'with backward':>17}")
+    print(f"{'T = S =':40} {args.length // 2:>8} {args.length:>8} {args.length // 2:>8} {args.length:>8}")
+    for name in options(args.length):
+        if args.only and args.only not in name:
+            continue
+        cells, kernels = [], []
+        for backward in (False, True):
+            for T in (args.length // 2, args.length):
+                program = compiled(*options(T)[name], T, backward=backward)
+                cells.append(f"{program.temporary_bytes / 2**20:8.2f}")
+            kernels += program.kernels
+        print(f"{name:40} {' '.join(cells)}", flush=True)
+        for k in kernels if args.kernels else ():
+            if k.name.startswith("flash"):
+                print(f"    {k.name:40} {k.registers:4} registers, spills {k.spills} {' '.join(k.notes)}")
+
+
+if __name__ == "__main__":
+    main()

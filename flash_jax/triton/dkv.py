@@ -1,0 +1,131 @@
+"""Backward kernel for what belongs to a key: gradients of key and value, and sums over its column of scores."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import masks
+from flash_jax.triton import columns
+from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product
+from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
+from flash_jax.triton.operands import Reader, flattened, inputs, specs
+from flash_jax.triton.tiling import tile_for
+
+
+def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_ref, *, spec, tile, shape):
+    """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
+
+    One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
+    stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
+    examples). `column_ref` (None where not wanted) takes the sum of dS over the rows, for each query head: the gradient
+    of a bias that is the same for all queries.
+    """
+    reader = Reader.of(extra, spec, shape, tile, transposed=True)
+    geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
+    j = pl.program_id(0)
+    col = j * tile.block_kv
+    cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
+    within = None if shape.S % tile.block_kv == 0 else cols < shape.S
+    inside = masks.seen_cols(cols, geometry, spec) if reader.closed else cols < geometry.kv_length
+    inside = within if inside is None else inside
+    whole = (slice(None),)
+    k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
+    v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
+
+    def body(i, carry, head, masked):
+        dk, dv, column = carry
+        row = i * tile.block_q
+        view = reader.view(row, col, masked, head)
+        here = pl.ds(row, tile.block_q)
+        q = columns.load(refs.q, (here, head), view.keep, shape.D)
+        out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
+        lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
+        qk = columns.inner(k, q, spec)  # [block_kv, block_q]
+        p, p_kept = probabilities(qk, lse[None, :], view, scoring, spec, refs.k.dtype)
+        dv = columns.add_product(dv, p_kept, out_ct, spec)
+        ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, spec)
+        column = None if column is None else column + ds.sum(axis=1)
+        return columns.add_product(dk, to_product(ds, qk, view, scoring), q, spec), dv, column
+
+    seen = reader.q_range(j)
+
+    def one_head(head, carry):
+        head = jnp.asarray(head, jnp.int32)  # under jax_enable_x64 a loop counts in 64 bits
+        column = None if column_ref is None else jnp.zeros((tile.block_kv,), jnp.float32)
+        *carry, column = over_tiles(
+            seen, functools.partial(body, head=head), (*carry, column), whole=shape.T >= tile.block_q
+        )
+        if column_ref is not None:
+            column = column if inside is None else jnp.where(inside, column, 0)
+            store_stats(column_ref.at[head, pl.ds(jnp.zeros((), jnp.int32), tile.block_kv)], column, within)
+        return tuple(carry)
+
+    dk = columns.zeros(tile.block_kv, shape.D, refs.k.dtype)
+    dv = columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype)
+    dk, dv = (
+        one_head(jnp.zeros((), jnp.int32), (dk, dv))
+        if shape.groups == 1
+        else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
+    )
+    dk = tuple(part * scoring.scale.value for part in dk)
+    if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
+        dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
+    columns.store(dk_ref, dk, within, shape.D)
+    columns.store(dv_ref, dv, within, shape.Dv)
+
+
+def key_value_pass(
+    residuals: Residuals,
+    operands: Operands,
+    lead: tuple[int, ...],
+    dtypes: tuple[jnp.dtype, jnp.dtype],
+    columns_wanted: bool,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(dk, dv) of `dtypes`, and the sum of ds over each column [..., H, S] where wanted, with all leading dims."""
+    q, k, v = residuals[:3]
+    shape = Shape.of(q, k, v, lead)
+    tile = tile_for("dkv", spec, q, k, v, operands)
+    extra = inputs(operands, tile)
+
+    def place(j, h):
+        return j, h
+
+    def whole(j, h):
+        return 0, h  # the h-th block of `groups` query heads
+
+    dk, dv = (output((*lead, *x.shape[-3:]), dtype, x) for x, dtype in zip((k, v), dtypes, strict=True))
+    column = output((*lead, shape.H, shape.S), jnp.float32, k) if columns_wanted else None
+    block = Residuals(
+        shape.rows(q, None, shape.groups, whole),
+        shape.rows(k, tile.block_kv, None, place),
+        shape.rows(v, tile.block_kv, None, place),
+        shape.rows(residuals.out_ct, None, shape.groups, whole),
+        shape.stats(residuals.lse, None, shape.groups, whole),
+        shape.stats(residuals.delta, None, shape.groups, whole),
+    )
+    call = launch(
+        functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
+        (pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples),
+        (
+            (specs(extra, shape, shape.groups), block),
+            (
+                shape.rows(dk, tile.block_kv, None, place),
+                shape.rows(dv, tile.block_kv, None, place),
+                None if column is None else shape.stats(column, tile.block_kv, shape.groups, place),
+            ),
+        ),
+        (flat_output(dk, 3), flat_output(dv, 3), None if column is None else flat_output(column, 2)),
+        tile,
+        spec,
+    )
+    dk_flat, dv_flat, column_flat = call(flattened(extra), residuals.flattened())
+    return (
+        dk_flat.reshape(dk.shape),
+        dv_flat.reshape(dv.shape),
+        None if column is None else column_flat.reshape(column.shape),
+    )

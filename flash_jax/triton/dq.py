@@ -1,0 +1,121 @@
+"""Backward kernel for what belongs to a query: its gradient, and sums over its row of scores."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.triton import columns
+from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product
+from flash_jax.triton.forward import q_tile
+from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
+from flash_jax.triton.operands import Reader, flattened, inputs, specs
+from flash_jax.triton.tiling import tile_for
+
+
+def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec, tile, shape):
+    """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
+
+    One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
+    `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale" and "alibi_slopes" those of x dS and x P,
+    with x = q . k (bent by the softcap) and x = -distance. dq_ref is None where only these are wanted.
+    """
+    reader = Reader.of(extra, spec, shape, tile)
+    scoring = reader.scoring(refs.q.dtype)
+    i = q_tile(pl.program_id(0), shape, tile, spec)
+    row = i * tile.block_q
+    rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
+    inside = None if shape.T % tile.block_q == 0 else rows < shape.T
+    whole = (slice(None),)
+    q = columns.load(refs.q, whole, inside, shape.D)  # [block_q, D]
+    out_ct = columns.load(refs.out_ct, whole, inside, shape.Dv)  # [block_q, Dv]
+    lse, delta = load_stats(refs.lse, inside), load_stats(refs.delta, inside)  # [block_q]
+
+    def body(j, carry, masked):
+        dq, sums = carry
+        col = j * tile.block_kv
+        view = reader.view(row, col, masked)
+        here = (pl.ds(col, tile.block_kv),)
+        k, v = columns.load(refs.k, here, view.keep, shape.D), columns.load(refs.v, here, view.keep, shape.Dv)
+        qk = columns.inner(q, k, spec)  # [block_q, block_kv]
+        p, _ = probabilities(qk, lse[:, None], view, scoring, spec, refs.q.dtype)
+        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
+        entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
+        sums = {name: _add_sums(total, name, p, ds, entries) for name, total in sums.items()}
+        if dq is not None:
+            dq = columns.add_product(dq, to_product(ds, qk, view, scoring), k, spec)
+        return dq, sums
+
+    dq = None if dq_ref is None else columns.zeros(tile.block_q, shape.D, refs.q.dtype)
+    sums = {name: [jnp.zeros((tile.block_q,), jnp.float32) for _ in refs_] for name, refs_ in sum_refs.items()}
+    dq, sums = over_tiles(reader.kv_range(i), body, (dq, sums), whole=shape.S >= tile.block_kv)
+    alive = (lse != jnp.inf) & (rows < reader.geometry.q_length)
+    if dq_ref is not None:
+        scale = scoring.scale.value
+        columns.store(dq_ref, tuple(jnp.where(alive[:, None], part * scale, 0) for part in dq), inside, shape.D)
+    for name, totals in sums.items():
+        for ref, x in zip(sum_refs[name], totals, strict=True):
+            store_stats(ref, jnp.where(alive, x, 0), inside)
+
+
+def _add_sums(totals: list, name: str, p: jax.Array, ds: jax.Array, entries: dict) -> list:
+    """The sums over each row of a tile, added to those so far."""
+    if name in ("ds", "p"):
+        return [totals[0] + {"ds": ds, "p": p}[name].sum(axis=1)]
+    x = entries[name]()
+    return [totals[0] + (ds * x).sum(axis=1), totals[1] + (p * x).sum(axis=1)]
+
+
+def query_pass(
+    residuals: Residuals,
+    operands: Operands,
+    lead: tuple[int, ...],
+    sums: tuple[str, ...],
+    dtype: jnp.dtype | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+    """(dq of `dtype`, or None where that is None; {name + "_sums": [n, ..., H, T]}), with all leading dims."""
+    q, k, v = residuals[:3]
+    shape = Shape.of(q, k, v, lead)
+    tile = tile_for("dq", spec, q, k, v, operands)
+    extra = inputs(operands, tile)
+
+    def place(i, h):
+        return q_tile(i, shape, tile, spec), h
+
+    def whole(i, h):
+        return 0, h // shape.groups
+
+    dq = None if dtype is None else output((*lead, *q.shape[-3:]), dtype, q)
+    stat = output((*lead, shape.H, shape.T), jnp.float32, q)
+    totals = {name: [stat] * (1 if name in ("ds", "p") else 2) for name in sums}
+    block = Residuals(
+        shape.rows(q, tile.block_q, None, place),
+        shape.rows(k, None, None, whole),
+        shape.rows(v, None, None, whole),
+        shape.rows(residuals.out_ct, tile.block_q, None, place),
+        shape.stats(residuals.lse, tile.block_q, None, place),
+        shape.stats(residuals.delta, tile.block_q, None, place),
+    )
+    out_specs = (
+        None if dq is None else shape.rows(dq, tile.block_q, None, place),
+        {name: [shape.stats(x, tile.block_q, None, place) for x in xs] for name, xs in totals.items()},
+    )
+    out_shapes = (
+        None if dq is None else flat_output(dq, 3),
+        {name: [flat_output(x, 2) for x in xs] for name, xs in totals.items()},
+    )
+    call = launch(
+        functools.partial(flash_attention_dq_kernel, spec=spec, tile=tile, shape=shape),
+        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        ((specs(extra, shape, None), block), out_specs),
+        out_shapes,
+        tile,
+        spec,
+        None if dq is not None else "flash_attention_row_sums_kernel",
+    )
+    dq_flat, sums_flat = call(flattened(extra), residuals.flattened())
+    found = {f"{name}_sums": jnp.stack([x.reshape(stat.shape) for x in xs]) for name, xs in sums_flat.items()}
+    return None if dq is None else dq_flat.reshape(dq.shape), found

@@ -1,0 +1,51 @@
+"""What the backward kernels share: the arrays they read, and the entries of a tile that they recompute."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flash_jax.spec import AttentionSpec
+from flash_jax.tiles.scores import Scoring
+from flash_jax.triton.launch import flat
+from flash_jax.triton.operands import View
+
+
+class Residuals(NamedTuple):
+    """Arrays, refs or specs: q, k, v, out_ct [..., T, H, Dv]; of each row [..., H, T]: lse (+inf if dead), delta."""
+
+    q: Any
+    k: Any
+    v: Any
+    out_ct: Any
+    lse: Any
+    delta: Any
+
+    def flattened(self) -> "Residuals":
+        """The arrays with their leading dims flattened into one."""
+        return Residuals(*(flat(x, 3) for x in self[:4]), *(flat(x, 2) for x in self[4:]))
+
+
+def probabilities(
+    qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, spec: AttentionSpec, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """P = exp(S - L) of a tile before and after dropout; `lse` broadcasts against the tile."""
+    p = scoring.probability(qk, lse, view.addend, view.allowed, dtype)
+    return p, p if view.kept is None else jnp.where(view.kept, p * (1 / (1 - spec.dropout_rate)), 0)
+
+
+def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, view: View, spec: AttentionSpec) -> jax.Array:
+    """dS = P * (dP - delta), with dP the cotangent of P after dropout; `delta` broadcasts against the tile."""
+    if view.kept is not None:
+        dp = jnp.where(view.kept, dp * (1 / (1 - spec.dropout_rate)), 0)
+    ds = p * (dp - delta)
+    return ds if view.allowed is None else jnp.where(view.allowed, ds, 0)
+
+
+def to_product(ds: jax.Array, qk: jax.Array, view: View, scoring: Scoring) -> jax.Array:
+    """The gradient of scale * (q . k) from that of the score: less where the softcap has bent it."""
+    slope = scoring.slope(qk)
+    if slope is None:
+        return ds
+    # Selected once more: where nothing is allowed q . k may be NaN, and the slope with it.
+    return ds * slope if view.allowed is None else jnp.where(view.allowed, ds * slope, 0)

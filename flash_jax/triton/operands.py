@@ -1,0 +1,300 @@
+"""What a kernel sees of the optional operands: their blocks, ranges of tiles, and the view of one tile."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
+from flash_jax.tiles import dropout, masks, ranges
+from flash_jax.tiles.masks import Geometry, Int, Slots, TileRange
+from flash_jax.tiles.scores import Scoring
+from flash_jax.triton.launch import Shape, flat
+from flash_jax.triton.tiling import Tile, padded
+
+_SLOT_DIMS = {
+    "bias": 2, "mask": 2, "dropout_words": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
+    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "q_summary": 2, "kv_summary": 2,
+}  # fmt: skip
+"""Dims of a ref that remain when one example and one head are chosen."""
+
+_SCANNED_AT_ONCE = 1024  # tiles that one step of the search for visible ones judges
+
+
+class Inputs(NamedTuple):
+    """The optional operands of a kernel and summaries of its tiles (see tiles/ranges.py); arrays, specs or refs."""
+
+    operands: Operands
+    q_summary: Any
+    kv_summary: Any
+
+
+def inputs(operands: Operands, tile: Tile) -> Inputs:
+    """The arrays, with their leading dims as they are."""
+    if not ranges.is_scanned(operands):
+        return Inputs(_narrow(operands), None, None)
+    q_summary = ranges.summary(operands.q_positions, operands.q_segment_ids, tile.block_q)
+    kv_summary = ranges.summary(operands.kv_positions, operands.kv_segment_ids, tile.block_kv)
+    return Inputs(_narrow(operands), q_summary, kv_summary)
+
+
+def _narrow(operands: Operands) -> Operands:
+    """The operands, a huge mask widened: Triton counts the offsets of up to 2^32 bytes in 32 bits, with a sign."""
+    mask = operands.mask
+    if mask is None or mask.size < 2**31:
+        return operands
+    return dataclasses.replace(operands, mask=mask.astype(jnp.int16))
+
+
+def flattened(x: Inputs) -> Inputs:
+    """The arrays with their leading dims flattened into one."""
+    o = Operands(**{name: v if v is None else flat(v, OWN_RANK[name]) for name, v in vars(x.operands).items()})
+    return Inputs(o, *(s if s is None else flat(s, 2) for s in x[1:]))
+
+
+def specs(x: Inputs, shape: Shape, groups: int | None) -> Inputs:
+    """Block specs for a grid (tiles, heads, examples): all slots of the example, and one head, or `groups` of them."""
+
+    def spec(name, v):
+        rank = OWN_RANK[name]
+        own, example = v.shape[v.ndim - rank :], shape.example(v.shape[: v.ndim - rank])
+        if rank == 0:
+            return pl.BlockSpec((None,), lambda t, h, b: (example(b),))
+        if name in ("alibi_slopes", "sinks"):
+            return pl.BlockSpec((None, groups), lambda t, h, b: (example(b), h))
+        if name == "dropout_words":
+            return pl.BlockSpec((None, groups, 2), lambda t, h, b: (example(b), h, 0))
+        if rank == 1:
+            return pl.BlockSpec((None, *own), lambda t, h, b: (example(b), 0))
+        if own[0] == 1:
+            return pl.BlockSpec((None, None, *own[1:]), lambda t, h, b: (example(b), 0, 0, 0))
+        return pl.BlockSpec((None, groups, *own[1:]), lambda t, h, b: (example(b), h, 0, 0))
+
+    def summary_spec(v):
+        if v is None:
+            return None
+        example = shape.example(v.shape[:-2])
+        return pl.BlockSpec((None, *v.shape[-2:]), lambda t, h, b: (example(b), 0, 0))
+
+    o = Operands(**{name: v if v is None else spec(name, v) for name, v in vars(x.operands).items()})
+    return Inputs(o, *map(summary_spec, x[1:]))
+
+
+class View(NamedTuple):
+    """One tile of scores [block_q, block_kv], or transposed; None where there is nothing of the kind.
+
+    `keep` [n] says which of the streaming queries or keys take part in the tile, where not all do.
+    """
+
+    allowed: jax.Array | None
+    keep: jax.Array | None
+    addend: jax.Array | None
+    distance: Any  # of positions, where there are alibi slopes
+    kept: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads the operands of one example in a kernel.
+
+    With `transposed`, tiles are [block_kv, block_q] and queries stream past; otherwise keys do. `example` gives, by
+    name, the index of the example in refs that hold them all; None where refs hold the one of this program.
+    """
+
+    inputs: Inputs
+    numbers: Operands  # the scalars among them read, the others as refs
+    geometry: Geometry
+    spec: AttentionSpec
+    shape: Shape
+    tile: Tile
+    transposed: bool
+    example: Callable[[str], Int] | None
+
+    @classmethod
+    def of(
+        cls,
+        x: Inputs,
+        spec: AttentionSpec,
+        shape: Shape,
+        tile: Tile,
+        transposed: bool = False,
+        example: Callable[[str], Int] | None = None,
+    ) -> "Reader":
+        """The reader of a kernel's refs."""
+
+        def read(name, ref):
+            if ref is None or OWN_RANK[name]:
+                return ref
+            return ref[...] if example is None else ref[example(name)]
+
+        numbers = Operands(**{name: read(name, ref) for name, ref in vars(x.operands).items()})
+        geometry = Geometry.of(spec, numbers, shape.T, shape.S)
+        return cls(x, numbers, geometry, spec, shape, tile, transposed, example)
+
+    @property
+    def closed(self) -> bool:
+        """Whether a closed form says what a tile that needs a mask allows."""
+        return not ranges.is_scanned(self.numbers) and self.numbers.mask is None
+
+    def scoring(self, dtype: Any) -> Scoring:
+        """How the call makes scores, for inputs of `dtype`."""
+        return Scoring.of(self.spec, self.numbers, quick=jnp.dtype(dtype).itemsize < 4)
+
+    def kv_range(self, i: Int) -> TileRange:
+        """The key/value tiles that query tile i attends."""
+        tile = self.tile
+        if ranges.is_scanned(self.numbers):
+            found = self._scan(i, pl.cdiv(self.shape.S, tile.block_kv), by_query=True)
+        else:
+            found = masks.kv_range(i * tile.block_q, tile.block_q, tile.block_kv, self.geometry, self.spec)
+        return self._all_masked(found)
+
+    def q_range(self, j: Int) -> TileRange:
+        """The query tiles that attend key/value tile j."""
+        tile = self.tile
+        if ranges.is_scanned(self.numbers):
+            found = self._scan(j, pl.cdiv(self.shape.T, tile.block_q), by_query=False)
+        else:
+            found = masks.q_range(j * tile.block_kv, tile.block_q, tile.block_kv, self.geometry, self.spec)
+        return self._all_masked(found)
+
+    def visible(self, i: Int, j: Int) -> bool | jax.Array:
+        """Whether query tile i may attend anything of key/value tile j."""
+        if ranges.is_scanned(self.numbers):
+            return self._judge(self._bounds(i, True), self._bounds(j, False))[0]
+        tile = self.tile
+        found = masks.kv_range(i * tile.block_q, tile.block_q, tile.block_kv, self.geometry, self.spec)
+        return (found.start <= j) & (j < found.stop)
+
+    def _all_masked(self, found: TileRange) -> TileRange:
+        """With a dense mask no tile is known to be full."""
+        if self.numbers.mask is None:
+            return found
+        return TileRange(found.start, found.stop, found.stop, found.stop)
+
+    def _judge(self, q: ranges.Bounds, kv: ranges.Bounds):
+        return ranges.judge(q, kv, self.numbers.q_positions is not None, self.geometry, self.spec)
+
+    def _bounds(self, tile: Int, of_query: bool, inside: jax.Array | None = None) -> ranges.Bounds:
+        """The bounds of tile number `tile`, or of as many in a row as `inside` is long (those where it is True)."""
+        o = self.numbers
+        name, block = ("q_summary", self.tile.block_q) if of_query else ("kv_summary", self.tile.block_kv)
+        positions, segments = (o.q_positions, o.q_segment_ids) if of_query else (o.kv_positions, o.kv_segment_ids)
+        summary = getattr(self.inputs, name)
+
+        def load(field):
+            field = jnp.asarray(field, jnp.int32)
+            if inside is None:
+                return summary[(*self._prefix(name), field, tile)]
+            part = summary.at[(*self._prefix(name), field, pl.ds(tile, inside.shape[0]))]
+            return plgpu.load(part, mask=inside, other=0)
+
+        fields = [load(field) for field in range(0 if summary is None else summary.shape[-2])]
+        tiles = tile if inside is None else tile + jnp.arange(inside.shape[0], dtype=jnp.int32)
+        return ranges.bounds(tiles, block, fields, positions is not None, segments is not None)
+
+    def _scan(self, own: Int, count: int, by_query: bool) -> TileRange:
+        """The range of the `count` tiles of the other side that tile number `own` of this side meets."""
+        mine = self._bounds(own, by_query)
+        width = min(padded(count), _SCANNED_AT_ONCE)
+
+        def step(n, found):
+            n = jnp.asarray(n, jnp.int32)
+            tiles = n * width + jnp.arange(width, dtype=jnp.int32)
+            inside = tiles < count
+            other = self._bounds(n * width, not by_query, inside)
+            visible, full = self._judge(*((mine, other) if by_query else (other, mine)))
+            return found.add(tiles, visible & inside, full & inside)
+
+        steps, nothing = pl.cdiv(count, width), ranges.Found.nothing()
+        found = step(jnp.zeros((), jnp.int32), nothing) if steps == 1 else lax.fori_loop(0, steps, step, nothing)
+        return found.range()
+
+    def view(self, row: Int, col: Int, masked: bool, head: Any = None) -> View:
+        """The tile at `row` and `col`; `head` is the one to choose where refs hold several."""
+        o, tile = self.numbers, self.tile
+        rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
+        cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
+        allowed = keep = addend = distance = kept = None
+        read = masked or o.alibi_slopes is not None
+        r, c = self._slots(rows, row, True, read), self._slots(cols, col, False, read)
+        if masked:
+            allowed = masks.allowed(r, c, self.geometry, self.spec)
+            if o.mask is not None:
+                allowed &= self._dense("mask", row, col, masked, head) != 0
+            keep = self._keep(allowed, rows, cols, row, col)
+        if o.bias is not None:
+            addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
+        if o.alibi_slopes is not None:
+            distance = masks.distance(r, c, self.geometry)
+            alibi = -o.alibi_slopes[self._prefix("alibi_slopes", head) or ...] * distance
+            addend = alibi if addend is None else addend + alibi
+        if o.dropout_words is not None:
+            prefix = self._prefix("dropout_words", head)
+            row_word, col_word = (o.dropout_words[(*prefix, jnp.asarray(n, jnp.int32))] for n in (0, 1))
+            kept = dropout.kept(row_word, col_word, r.slot, c.slot, self.spec.dropout_rate)
+        return View(allowed, keep, addend, distance, kept)
+
+    def _keep(self, allowed, rows, cols, row, col):
+        """Which of the streaming slots take part in the tile."""
+        if not self.closed:
+            return allowed.astype(jnp.int32).max(axis=0) > 0
+        tile = self.tile
+        if self.transposed:
+            return masks.attending_rows(rows, col, tile.block_kv, self.geometry, self.spec)
+        return masks.attended_cols(cols, row, tile.block_q, self.geometry, self.spec)
+
+    def _prefix(self, name: str, head: Any = None) -> tuple:
+        """The indices that choose this example and head in the ref called `name`."""
+        ref = getattr(self.inputs, name) if name.endswith("summary") else getattr(self.numbers, name)
+        prefix = () if self.example is None else (self.example(name),)
+        if len(ref.shape) - len(prefix) > _SLOT_DIMS[name]:
+            prefix = (*prefix, jnp.zeros((), jnp.int32) if ref.shape[len(prefix)] == 1 else head)
+        return prefix
+
+    def _slots(self, index: jax.Array, start: Int, of_query: bool, read: bool) -> Slots:
+        """The queries or keys of a tile, along their dim of it; positions and ids only if they are to be read."""
+        side, length = ("q", self.shape.T) if of_query else ("kv", self.shape.S)
+        inside = None if length % index.shape[0] == 0 else index < length
+
+        def load(name):
+            ref = getattr(self.numbers, name)
+            if ref is None or not read:
+                return None
+            part = ref.at[(*self._prefix(name), pl.ds(start, index.shape[0]))]
+            return part[...] if inside is None else plgpu.load(part, mask=inside, other=0)
+
+        slots = Slots(index, load(f"{side}_positions"), load(f"{side}_segment_ids"))
+        along_rows = of_query != self.transposed
+        return slots.laid(lambda x: x[:, None] if along_rows else x[None, :])
+
+    def _dense(self, name: str, row: Int, col: Int, masked: bool, head: Any) -> jax.Array:
+        """The tile of a bias or mask, [block_q or 1, block_kv or 1] or transposed; 0 outside the array."""
+        ref, prefix = getattr(self.numbers, name), self._prefix(name, head)
+        sizes = ref.shape[len(prefix) :]
+        index, inside = [], None
+        streams = 0 if self.transposed else 1  # along this axis, tiles that need no mask lie inside the array
+        blocks = self.tile.block_q, self.tile.block_kv
+        for axis, (n, start, block) in enumerate(zip(sizes, (row, col), blocks, strict=True)):
+            index.append(jnp.zeros((), jnp.int32) if n == 1 else pl.ds(start, block))
+            if n > 1 and n % block and (masked or axis != streams):
+                here = start + jnp.arange(block, dtype=jnp.int32) < n
+                if 1 not in sizes:
+                    here = here[:, None] if axis == 0 else here[None, :]
+                inside = here if inside is None else inside & here
+        part = ref.at[(*prefix, *index)]
+        if inside is None:
+            x = part[...]
+        else:
+            x = plgpu.load(part, mask=jnp.broadcast_to(inside, part.shape), other=0)
+        if x.ndim == 2:
+            return x.T if self.transposed else x
+        if x.ndim == 0:
+            return x[None, None]
+        along_q = sizes[0] > 1
+        return x[:, None] if along_q != self.transposed else x[None, :]
