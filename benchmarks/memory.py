@@ -61,9 +61,9 @@ def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
     return alone | {"all together": together}
 
 
-def compiled(static, frozen, trained, T, *, backward):
-    """The program of one call, compiled for an H200."""
-    qkv = struct(B, T, H, D), struct(B, T, K, D), struct(B, T, K, D)
+def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, head_dim=D, dtype="bfloat16"):  # noqa: PLR0913
+    """The program of one call, compiled for `target`."""
+    q, kv = struct(B, T, H, head_dim, dtype=dtype), struct(B, T, K, head_dim, dtype=dtype)
 
     def forward(qkv, trained, frozen):
         return flash_jax.flash_attention(*qkv, **static, **trained, **frozen, return_lse=True, implementation="triton")
@@ -72,9 +72,9 @@ def compiled(static, frozen, trained, T, *, backward):
         return jax.vjp(lambda *x: forward(*x, frozen), qkv, trained)[1](cotangents)
 
     if not backward:
-        return gpu_compile.compile_for(gpu_compile.H200, forward, qkv, trained, frozen)
-    cotangents = struct(B, T, H, D), struct(B, H, T, dtype="float32")
-    return gpu_compile.compile_for(gpu_compile.H200, gradients, qkv, trained, frozen, cotangents)
+        return gpu_compile.compile_for(target, forward, (q, kv, kv), trained, frozen)
+    cotangents = q, struct(B, H, T, dtype="float32")
+    return gpu_compile.compile_for(target, gradients, (q, kv, kv), trained, frozen, cotangents)
 
 
 def main():

@@ -39,14 +39,24 @@ def flash_attention(  # noqa: PLR0913
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of `query` [..., T, H, D] to `key` [..., S, K, D] and `value` [..., S, K, Dv]: [..., T, H, Dv].
 
-    Computes softmax(scale * q k^T) v for each head (Dao, "FlashAttention-2", 2023, algorithms 1 and 2) with memory
-    linear in T and S, forward, backward and in forward mode. Any leading batch dims, also none; any T and S, also T !=
-    S; H must be a multiple of K, and query head h reads key/value head h // (H // K).
+    Computes softmax(scores) v for each head (Dao, "FlashAttention-2", 2023, algorithms 1 and 2) with memory linear in T
+    and S, forward, backward and in forward mode. Any leading batch dims, also none; any T and S, also T != S; H must be
+    a multiple of K, and query head h reads key/value head h // (H // K). With pos() explained at `causal`,
+
+        score[h, i, j] = cap(scale * (q[i, h] . k[j, h // (H // K)])) + bias[h, i, j] - slope[h] * |pos(i) - pos(j)|
+
+    where cap(s) = softcap * tanh(s / softcap). A query attends the keys that causal, window, chunk, segments, lengths
+    and mask all allow; all of them may be combined. "Broadcastable to [..., X]" means dims of that size, 1, or absent
+    on the left.
 
     Args:
       query: [..., T, H, D], bfloat16, float16 or float32 (float64 for "xla" and "reference").
       key: [..., S, K, D], of query's dtype.
       value: [..., S, K, Dv], of query's dtype.
+      bias: floating-point array broadcastable to [..., H, T, S], added to the scores (and not scaled). Differentiable:
+        its gradient has its shape and dtype, summed in float32 over what is broadcast. Where it is -inf the key gets no
+        weight.
+      mask: bool array broadcastable to [..., H, T, S], True where the query attends the key.
       scale: multiplies q k^T. A number or a scalar floating-point array (differentiable). Default D**-0.5.
       causal: query i attends key j only if pos(j) <= pos(i), where pos(i) = i + q_offset and pos(j) = j. The default
         offset S - T puts the diagonal in the bottom-right corner, so that the last query attends every key. In the
@@ -61,13 +71,31 @@ def flash_attention(  # noqa: PLR0913
         inclusive; None is an unbounded side. Independent of `causal`. A model's "sliding window W" (a query and its W -
         1 predecessors) is window=(W - 1, 0). With T != S the window of row i covers keys [i + S - T - left, i + S - T +
         right]; rows whose window lies outside [0, S) give output 0.
+      prefix_lengths: with `causal`, keys at positions below it are attended by all queries in spite of `causal` (prefix
+        LM). An int or an integer array broadcastable to the batch shape.
+      chunk_size: a query attends keys of its own chunk only: pos(i) // chunk_size == pos(j) // chunk_size.
       q_offset: position of query 0 relative to key 0. An int, or an integer array broadcastable to the batch shape
         (traced allowed). Default S - T, or kv_lengths - q_lengths where these are given. q_offset=0 is top-left
         alignment, as in jax.nn.
+      q_positions: integer array broadcastable to [..., T], pos(i) in any order, in the place of i + q_offset. Positions
+        further out than 2**30 are cut there.
+      kv_positions: integer array broadcastable to [..., S], pos(j).
+      segment_ids: integer array broadcastable to [..., T], where T == S: a query attends keys of its own id only, as in
+        packed documents. A negative id is padding, which attends nothing and is attended by none.
+      q_segment_ids: the same for queries alone, broadcastable to [..., T], together with `kv_segment_ids`.
+      kv_segment_ids: the same for keys, broadcastable to [..., S].
       q_lengths: int or integer array broadcastable to the batch shape, clamped to [0, T]: query rows at or past it are
         dead (output 0, lse -inf, no gradient).
       kv_lengths: int or integer array broadcastable to the batch shape, clamped to [0, S]: keys at or past it are
         attended by none and may hold anything, NaN included.
+      softcap: positive number: scores are bent to lie between -softcap and softcap. Default None, no cap.
+      alibi_slopes: floating-point array [H], or broadcastable to [..., H] (differentiable).
+      sinks: floating-point array [H], or broadcastable to [..., H] (differentiable): one more score of each row whose
+        value is 0, so that lse = log(sum_j exp(score) + exp(sink)). A row that attends no key has lse = sink.
+      dropout_rate: number in [0, 1): each probability is dropped with it, and the others are divided by 1 minus it. The
+        sum of a row, and lse, are those before dropout.
+      dropout_key: a JAX key, needed where the rate is above 0. What is kept depends on it, and on the example, head,
+        row and column alone: see `dropout_mask`.
       return_lse: also return the log-sum-exp of the scores of each row, through which gradients flow.
       precision: how float32 inputs are multiplied. None follows `jax.default_matmul_precision`, and where that is not
         set gives float32 accuracy (on GPUs, three TF32 products). "highest" is IEEE float32, "default" or
@@ -83,10 +111,11 @@ def flash_attention(  # noqa: PLR0913
 
     Raises:
       TypeError: an argument of the wrong kind, or dtypes that differ or are not supported.
-      ValueError: shapes that do not fit each other, values out of range, block sizes that do not fit the GPU.
+      ValueError: shapes that do not fit each other, values out of range, arguments that exclude each other, block sizes
+        that do not fit the GPU.
       NotImplementedError: a named implementation that cannot serve the call, raised while tracing where the arguments
-        decide, while lowering where the platform does; or arrays with symbolic shapes or
-        sharded over explicit mesh axes.
+        decide, while lowering where the platform does; or arrays with symbolic shapes or sharded over explicit mesh
+        axes.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -226,7 +226,8 @@ class Reader:
         if masked:
             allowed = masks.allowed(r, c, self.geometry, self.spec)
             if o.mask is not None:
-                allowed &= self._dense("mask", row, col, masked, head) != 0
+                seen = self._dense("mask", row, col, masked, head)
+                allowed &= seen if seen.dtype == jnp.bool_ else seen != 0
             keep = self._keep(allowed, rows, cols, row, col)
         if o.bias is not None:
             addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
@@ -291,7 +292,8 @@ class Reader:
         if inside is None:
             x = part[...]
         else:
-            x = plgpu.load(part, mask=jnp.broadcast_to(inside, part.shape), other=0)
+            nothing = False if ref.dtype == jnp.bool_ else 0
+            x = plgpu.load(part, mask=jnp.broadcast_to(inside, part.shape), other=nothing)
         if x.ndim == 2:
             return x.T if self.transposed else x
         if x.ndim == 0:
