@@ -31,7 +31,7 @@ FEATURES = [
 RIDING = {"bias": "bias", "hidden bias": "bias", "scale": "scale", "alibi": "alibi_slopes", "sinks": "sinks"}
 
 batches = st.sampled_from(["", "B1-", "B2-", "B2x2-", "B3x1-"])
-lengths = st.tuples(st.sampled_from([1, 5, 17, 33, 40]), st.sampled_from([2, 7, 18, 35, 50]))
+lengths = st.tuples(st.sampled_from([1, 5, 17, 33, 40]), st.sampled_from([7, 18, 35, 50]))
 heads = st.sampled_from(["H1-K1", "H2-K1", "H2-K2", "H4-K2", "H6-K2"])
 dims = st.sampled_from(["D8", "D4-Dv8", "D16-Dv4"])
 dtypes = st.sampled_from(["f32", "bf16", "f16"])
@@ -153,6 +153,7 @@ def compare(name, features, blocks, seed):
     program = Program(all_derivatives, options, derivative=(False, True, True))
     for implementation in ("xla", "triton"):
         attend = functools.partial(flash_jax.flash_attention, implementation=implementation, block_sizes=blocks)
+        hypothesis.note(f"by {implementation}")
         with flash_jax.interpret_mode():
             check(program, attend, inputs, cotangents, directions)
 

