@@ -1,5 +1,6 @@
 """Which implementation runs a call, and why the others do not."""
 
+import dataclasses
 from types import ModuleType
 
 import jax
@@ -45,10 +46,25 @@ def choose(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, platfo
         if reason:
             raise NotImplementedError(_refusal(spec.implementation, reason, q, v))
         return _MODULES[spec.implementation]
+    name = preferred(spec, q, v, platform)
+    if name == "triton":
+        triton.check_block_sizes(spec)  # which tracing could not do: the sizes may have been for xla
+    return _MODULES[name]
+
+
+def preferred(spec: AttentionSpec, q: jax.Array, v: jax.Array, platform: str) -> str:
+    """The implementation that `implementation=None` takes on `platform`."""
+    unnamed = dataclasses.replace(spec, implementation=None)
     for name in _PREFERENCE:
-        if not _argument_reason(name, q, v) and not _platform_reason(name, spec, platform):
-            return _MODULES[name]
+        if not _argument_reason(name, q, v) and not _platform_reason(name, unnamed, platform):
+            return name
     raise NotImplementedError("No implementation serves this call.")  # not reached: xla serves all
+
+
+def why_not(name: str, spec: AttentionSpec, q: jax.Array, v: jax.Array, platform: str) -> str | None:
+    """Why `name`, if it were the named implementation, would not run the call on `platform`; None where it would."""
+    named = dataclasses.replace(spec, implementation=name)
+    return _argument_reason(name, q, v) or _platform_reason(name, named, platform)
 
 
 def _argument_reason(name: str, q: jax.Array, v: jax.Array) -> str | None:
