@@ -2,6 +2,7 @@
 
 from flash_jax.attention import flash_attention
 from flash_jax.dropout import dropout_mask
+from flash_jax.inspect import explain, visualize_mask
 from flash_jax.jax_nn import dot_product_attention
 from flash_jax.spec import BlockSizes, interpret_mode
 from flash_jax.varlen import flash_attention_varlen, segment_ids_from_lengths
@@ -13,8 +14,10 @@ __all__ = [
     "__version__",
     "dot_product_attention",
     "dropout_mask",
+    "explain",
     "flash_attention",
     "flash_attention_varlen",
     "interpret_mode",
     "segment_ids_from_lengths",
+    "visualize_mask",
 ]

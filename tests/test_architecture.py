@@ -10,10 +10,23 @@ FILES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 
 # Imports run downward. A room is a file or a folder of the package; it may import itself and these.
 MAY_IMPORT = {
-    "__init__": ["attention", "varlen", "jax_nn", "dropout", "spec"],
+    "__init__": ["attention", "varlen", "jax_nn", "dropout", "inspect", "spec"],
     "varlen": ["attention", "validate", "spec"],
     "jax_nn": ["attention", "spec"],
     "dropout": ["validate", "tiles.dropout"],
+    "inspect": [
+        "arguments",
+        "validate",
+        "select",
+        "explanation",
+        "picture",
+        "triton.tiling",
+        "tiles",
+        "spec",
+        "compat",
+    ],
+    "explanation": ["tiles.survey", "triton.tiling"],
+    "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],
     "arguments": ["validate", "spec", "tiles.dropout"],
     "validate": ["spec"],

@@ -84,9 +84,7 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     if spec.interpret:
         return tile
     limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
-    size = functools.partial(
-        shared_bytes, name, widths=widths, itemsize=itemsize, length=_ragged(name, spec, q, k), dense=_dense(operands)
-    )
+    size = sizer(name, spec, q, k, v, operands)
     needed = size(tile)
     if needed > limit and chosen:
         smaller = _shrink(tile, size, limit)
@@ -96,6 +94,15 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
             f"num_stages={smaller.num_stages}."
         )
     return _shrink(tile, size, limit)
+
+
+def sizer(
+    name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
+) -> Callable[[Tile], int]:
+    """`shared_bytes` of pass `name` of this call, as a function of the tile."""
+    widths = padded(q.shape[-1]), padded(v.shape[-1])
+    length, dense = _ragged(name, spec, q, k), _dense(operands)
+    return functools.partial(shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense)
 
 
 def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int | None:
