@@ -5,20 +5,17 @@ import numpy as np
 import pytest
 
 from tests.support.accuracy import check
-from tests.support.cases import case
-from tests.support.programs import Program, everything, gradients, second_order
-
-FEWER_QUERIES, MORE_QUERIES = "B2-T19-S35-H6-K2-D8-f32", "B2-T35-S19-H6-K3-D8-bf16"
+from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
+from tests.support.programs import Program, everything, gradients
 
 
 @pytest.mark.parametrize(
     "name, shape, options",
     [
-        (FEWER_QUERIES, (6,), {"causal": True}),
-        (FEWER_QUERIES, (2, 6), {"q_offset": np.array([3, -11])}),
-        (MORE_QUERIES, (2, 6), {"kv_positions": np.arange(38)[::-2].copy(), "window": (30, 5)}),
+        (FEWER_QUERIES, (4,), {"q_offset": np.array([3, -11])}),
+        (MORE_QUERIES, (2, 4), {"kv_positions": np.arange(38)[::-2].copy(), "window": (30, 5)}),
     ],
-    ids=["H-causal", "B-H-offset", "B-H-positions-bf16"],
+    ids=["H", "B-H-positions-bf16"],
 )
 def test_values_gradients_and_tangents(attend, name, shape, options):
     c = case(name)
@@ -54,12 +51,6 @@ def test_vmap_over_slopes(attend):
 
     *inputs, riding = c.inputs(alibi_slopes=(3, 2))
     check(Program(mapped, {"causal": True}, True), attend, tuple(inputs), c.cotangents(), riding["alibi_slopes"])
-
-
-def test_derivative_of_the_gradients(attend):
-    c = case("B2-T9-S19-H4-K2-D8-f32")
-    given = c.inputs(alibi_slopes=(2, 4)), c.cotangents(), c.inputs(1, alibi_slopes=(2, 4))
-    check(second_order(), attend, *given)
 
 
 def test_slopes_keep_their_dtype(attend):

@@ -8,11 +8,9 @@ import pytest
 
 import flash_jax
 from tests.support.accuracy import check
-from tests.support.cases import case
+from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
 from tests.support.programs import Program, everything, second_order, values_and_gradients
 from tests.support.structure import lowered_sizes, named
-
-FEWER_QUERIES, MORE_QUERIES = "B2-T19-S35-H4-K2-D8-f32", "B2-T35-S19-H4-K1-D8-f32"
 
 
 @pytest.mark.parametrize(
@@ -21,9 +19,8 @@ FEWER_QUERIES, MORE_QUERIES = "B2-T19-S35-H4-K2-D8-f32", "B2-T35-S19-H4-K1-D8-f3
         (FEWER_QUERIES, (2, 4, 19, 35), {"causal": True}),
         (FEWER_QUERIES, (2, 1, 19, 35), {"kv_lengths": np.array([35, 17])}),
         (MORE_QUERIES, (2, 4, 1, 19), {"causal": True}),
-        (MORE_QUERIES, (1, 4, 35, 1), {"window": (20, 2)}),
     ],
-    ids=["B-H-T-S", "B-1-T-S", "B-H-1-S", "1-H-T-1"],
+    ids=["B-H-T-S", "B-1-T-S", "B-H-1-S"],
 )
 def test_values_gradients_and_tangents(attend, name, shape, options):
     """Case D01, together with the file's next test."""
@@ -38,7 +35,7 @@ def of_bias(attend, inputs, cotangents, bias):
     return {"bias": jax.vjp(lambda b: attend(*inputs, b, return_lse=True), bias)[1](cotangents)[0]}
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 19, 35), (1, 1, 19, 35), (19, 35), (4, 1, 1), (2, 1, 1, 35)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 19, 35), (1, 1, 19, 35), (1, 4, 19, 1), (4, 1, 1)], ids=str)
 def test_gradient_has_the_shape_of_the_bias(attend, shape):
     c = case(FEWER_QUERIES)
     program = Program(of_bias, {"causal": True}, derivative=True)
@@ -46,7 +43,7 @@ def test_gradient_has_the_shape_of_the_bias(attend, shape):
     assert found["bias"].shape == shape
 
 
-@pytest.mark.parametrize("dtype, dtype_of_bias", [("bf16", "f32"), ("f16", "f16"), ("f32", "bf16")])
+@pytest.mark.parametrize("dtype, dtype_of_bias", [("bf16", "f32"), ("f32", "bf16")])
 def test_gradient_has_the_dtype_of_the_bias(attend, dtype, dtype_of_bias):
     """Case A04 is the first: a float32 bias beside bfloat16 inputs."""
     c = case(FEWER_QUERIES.replace("f32", dtype))
@@ -55,10 +52,9 @@ def test_gradient_has_the_dtype_of_the_bias(attend, dtype, dtype_of_bias):
     assert found["bias"].dtype == bias.dtype
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_minus_infinity_hides(attend, dtype):
+def test_minus_infinity_hides(attend):
     """Not attended, as with a mask: rows that are -inf throughout are dead, and -inf has no gradient."""
-    c = case(FEWER_QUERIES.replace("f32", dtype))
+    c = case(FEWER_QUERIES)
     *inputs, riding = c.inputs(bias=(2, 1, 19, 35))
     hidden = c.normal((2, 1, 19, 35), 1, "hidden").astype(np.float32) > 0.5
     hidden[0, 0, 3] = hidden[1, 0, 17] = hidden[1, 0, :, :20] = True

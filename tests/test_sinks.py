@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from tests.support.accuracy import assert_agrees, check
-from tests.support.cases import case
-from tests.support.programs import Program, everything, forward, gradients, second_order, values_and_gradients
-
-FEWER_QUERIES, MORE_QUERIES = "B2-T19-S35-H6-K2-D8-f32", "B2-T35-S19-H6-K3-D8-bf16"
+from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
+from tests.support.programs import Program, everything, forward, second_order, values_and_gradients
 
 
 @pytest.mark.parametrize(
     "name, shape, options",
     [
-        (FEWER_QUERIES, (6,), {"q_lengths": np.array([19, 5]), "kv_lengths": np.array([35, 0])}),
-        (FEWER_QUERIES.replace("f32", "f16"), (2, 6), {"window": (9, 3)}),
-        (MORE_QUERIES, (2, 6), {"causal": True}),
+        (FEWER_QUERIES, (4,), {"q_lengths": np.array([19, 5]), "kv_lengths": np.array([35, 0])}),
+        (MORE_QUERIES, (2, 4), {"causal": True}),
     ],
-    ids=["H-dead-rows", "B-H-f16", "B-H-causal-bf16"],
+    ids=["H-dead-rows", "B-H-causal-bf16"],
 )
 def test_values_gradients_and_tangents(attend, name, shape, options):
     """Dead rows, by lengths and by causal with more queries than keys, have the sink as their log-sum-exp."""
@@ -29,7 +26,7 @@ def test_values_gradients_and_tangents(attend, name, shape, options):
     given = c.inputs(sinks=shape), c.cotangents(), c.inputs(1, sinks=shape)
     (out, lse), (*_, operands), _ = check(everything(**options), attend, *given)
     assert operands["sinks"].shape == shape and np.isfinite(lse).all()
-    dead = np.s_[1, 5:] if "q_lengths" in options else np.s_[:, :16] if "causal" in options else np.s_[:0]
+    dead = np.s_[1, 5:] if "q_lengths" in options else np.s_[:, :16]
     assert not np.any(out[dead])
 
 
@@ -44,7 +41,7 @@ def test_equals_a_key_without_a_value(attend):
     assert_agrees(found, forward(scale=1.0), q, *one_more)
 
 
-@pytest.mark.parametrize("sink", [-np.inf, -1e30, 1e30])
+@pytest.mark.parametrize("sink", [-np.inf, 1e30])
 def test_extreme_sinks(attend, sink):
     """One that takes nothing is no sink; one that takes all leaves zeros, and no gradient to query, key and value."""
     c = case("B2-T19-S35-H2-D8-f32")
@@ -62,17 +59,6 @@ def test_no_keys_or_no_queries(attend, name):
     c = case(name)
     given = c.inputs(sinks=(2,)), c.cotangents(), c.inputs(1, sinks=(2,))
     check(everything(), attend, *given)
-
-
-def test_vmap_over_sinks(attend):
-    c = case("B3-T9-S19-H2-K1-D8-f32")
-
-    def mapped(attend, inputs, cotangents, sinks):
-        one = lambda x, ct, s: gradients()(attend, (*x, {"sinks": s}), ct)  # noqa: E731
-        return jax.vmap(one)(inputs, cotangents, sinks)
-
-    *inputs, riding = c.inputs(sinks=(3, 2))
-    check(Program(mapped, {"causal": True}, True), attend, tuple(inputs), c.cotangents(), riding["sinks"])
 
 
 def test_gradient_of_vmap_sums_over_the_examples(attend):

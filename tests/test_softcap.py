@@ -18,7 +18,6 @@ NAME = "B2-T19-S35-H4-K2-D8-f32"
     [
         ("f32", {"softcap": 1.5, "causal": True}),
         ("bf16", {"softcap": 0.7, "kv_lengths": np.array([35, 0])}),
-        ("f16", {"softcap": 30.0, "scale": -2.0}),
     ],
     ids=str,
 )
@@ -63,8 +62,3 @@ def test_scores_far_beyond_the_cap(attend):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     settled = np.all(signs != 0, axis=-1).transpose(0, 2, 1)
     assert not np.any(np.asarray(dq)[settled]) and np.isfinite(dk).all()
-
-
-def test_a_large_cap_is_no_cap(attend):
-    arrays = case("B2-T19-S35-H2-D8-f32").arrays()
-    np.testing.assert_allclose(attend(*arrays, softcap=1e6), attend(*arrays), rtol=1e-4, atol=1e-5)

@@ -39,7 +39,7 @@ def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, view: View, sp
     if view.kept is not None:
         dp = jnp.where(view.kept, dp * (1 / (1 - spec.dropout_rate)), 0)
     ds = p * (dp - delta)
-    return ds if view.allowed is None else jnp.where(view.allowed, ds, 0)
+    return ds if view.forbidden is None else jnp.where(view.forbidden, 0, ds)
 
 
 def to_product(ds: jax.Array, qk: jax.Array, view: View, scoring: Scoring) -> jax.Array:
@@ -47,5 +47,5 @@ def to_product(ds: jax.Array, qk: jax.Array, view: View, scoring: Scoring) -> ja
     slope = scoring.slope(qk)
     if slope is None:
         return ds
-    # Selected once more: where nothing is allowed q . k may be NaN, and the slope with it.
-    return ds * slope if view.allowed is None else jnp.where(view.allowed, ds * slope, 0)
+    # Selected once more: where q . k is NaN the slope is, too.
+    return ds * slope if view.forbidden is None else jnp.where(view.forbidden, 0, ds * slope)

@@ -88,10 +88,12 @@ def specs(x: Inputs, shape: Shape, groups: int | None) -> Inputs:
 class View(NamedTuple):
     """One tile of scores [block_q, block_kv], or transposed; None where there is nothing of the kind.
 
-    `keep` [n] says which of the streaming queries or keys take part in the tile, where not all do.
+    `keep` [n] says which of the streaming queries or keys take part in the tile, where not all do. `forbidden` is where
+    an entry is not allowed and may be NaN: where positions are indices, `keep` and its like have removed all of these.
     """
 
     allowed: jax.Array | None
+    forbidden: jax.Array | None
     keep: jax.Array | None
     addend: jax.Array | None
     distance: Any  # of positions, where there are alibi slopes
@@ -239,7 +241,8 @@ class Reader:
             prefix = self._prefix("dropout_words", head)
             row_word, col_word = (o.dropout_words[(*prefix, jnp.asarray(n, jnp.int32))] for n in (0, 1))
             kept = dropout.kept(row_word, col_word, r.slot, c.slot, self.spec.dropout_rate)
-        return View(allowed, keep, addend, distance, kept)
+        forbidden = None if allowed is None or self.closed else ~allowed
+        return View(allowed, forbidden, keep, addend, distance, kept)
 
     def _keep(self, allowed, rows, cols, row, col):
         """Which of the streaming slots take part in the tile."""
