@@ -1,7 +1,9 @@
 """`explain` and `visualize_mask`: what would run and why not the others, and which tiles are visited (R17)."""
 
 import inspect
+import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +168,20 @@ def test_no_queries_or_no_keys():
     for arrays in ((empty, full, full), (full, empty, empty)):
         assert visualize_mask(*arrays, causal=True).pairs == explain(*arrays).pairs == (0, 0, 0)
         assert str(visualize_mask(*arrays)).endswith("# 0 full, / 0 partial, . 0 skipped")
+
+
+def test_masks_page_prints_what_it_shows(capsys):
+    """The page's blocks of Python, each followed by the text that it printed; in one namespace."""
+    page = (Path(__file__).parent.parent / "docs" / "masks.md").read_text()
+    blocks = re.findall(r"```(python|text)\n(.*?)```", page, re.DOTALL)
+    names, printed = {}, None
+    for language, text in blocks:
+        if language == "python":
+            exec(text, names)
+            printed = capsys.readouterr().out
+        else:
+            assert printed == text
+    assert [language for language, _ in blocks] == ["python", "text"] * 4
 
 
 # What would run.
