@@ -86,10 +86,11 @@ def programs(implementation: str, frozen: dict, trained: dict, qkv: tuple) -> di
     dout = jax.random.normal(jax.random.key(9), qkv[0].shape, qkv[0].dtype)
 
     def forward(qkv, trained, frozen_arrays):
-        return flash_jax.flash_attention(*qkv, **trained, **static, **frozen_arrays, implementation=implementation)
+        q, k, v = qkv
+        return flash_jax.flash_attention(q, k, v, **trained, **static, **frozen_arrays, implementation=implementation)
 
     def both(qkv, trained, frozen_arrays, dout):
-        out, pull = jax.vjp(lambda *x: forward(*x, frozen_arrays), qkv, trained)
+        out, pull = jax.vjp(lambda qkv, trained: forward(qkv, trained, frozen_arrays), qkv, trained)
         return out, pull(dout)
 
     arrays = {name: x for name, x in frozen.items() if isinstance(x, jax.Array)}

@@ -66,10 +66,11 @@ def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, h
     q, kv = struct(B, T, H, head_dim, dtype=dtype), struct(B, T, K, head_dim, dtype=dtype)
 
     def forward(qkv, trained, frozen):
-        return flash_jax.flash_attention(*qkv, **static, **trained, **frozen, return_lse=True, implementation="triton")
+        options = {**static, **trained, **frozen, "return_lse": True, "implementation": "triton"}
+        return flash_jax.flash_attention(qkv[0], qkv[1], qkv[2], **options)
 
     def gradients(qkv, trained, frozen, cotangents):
-        return jax.vjp(lambda *x: forward(*x, frozen), qkv, trained)[1](cotangents)
+        return jax.vjp(lambda qkv, trained: forward(qkv, trained, frozen), qkv, trained)[1](cotangents)
 
     if not backward:
         return gpu_compile.compile_for(target, forward, (q, kv, kv), trained, frozen)
@@ -79,7 +80,7 @@ def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, h
 
 def main():
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--only", help="a part of the option's name")
     parser.add_argument("--kernels", action="store_true", help="registers, spills and notes of each kernel")

@@ -90,7 +90,7 @@ def table_tile(group: Group) -> BlockSizes:
     """What the package's own table gives."""
     x = structs(group)[0]
     spec = AttentionSpec(scale=1.0, causal=group.causal)
-    return BlockSizes(**dataclasses.asdict(tiling.tile_for(group.kind, spec, x, x, x)))
+    return BlockSizes(**dataclasses.asdict(tiling.tile_for(group.kind, spec, x, x, x, Operands())))
 
 
 def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:

@@ -53,7 +53,7 @@ def flash_attention_dbias_kernel(extra, refs: Residuals, dbias_ref, *, spec, til
             lse = load_stats(refs.lse.at[at["lse"], head, here_q], inside_q)
             delta = load_stats(refs.delta.at[at["delta"], head, here_q], inside_q)
             view = reader.view(row, col, True, head)
-            view = view._replace(forbidden=~view.allowed)  # no `keep` here: rows and keys are loaded as they are
+            view = view.guarded()  # without `keep`: rows and keys are loaded as they are
             p, _ = probabilities(columns.inner(q, k, spec), lse[:, None], view, scoring, spec, refs.q.dtype)
             return total + score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
 

@@ -99,6 +99,10 @@ class View(NamedTuple):
     distance: Any  # of positions, where there are alibi slopes
     kept: jax.Array | None
 
+    def guarded(self) -> "View":
+        """The view, of whose entries that are not allowed any may be NaN."""
+        return self if self.allowed is None else self._replace(forbidden=~self.allowed)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:

@@ -1,16 +1,30 @@
 """Forward-mode pass: tangents of out and lse as a sum over tiles, plain JAX; differentiated for second derivatives."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from flash_jax.compat import vary_like
 from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
 from flash_jax.tiles import softmax
 from flash_jax.tiles.rows import row_norm, sink_probability
-from flash_jax.tiles.scores import Scale
 from flash_jax.xla.layout import add_tile, broadcast_lead, dense_tile, product
 from flash_jax.xla.loop import Plan, Tile, View
+
+SHIFTING = {"scale", "bias", "alibi_slopes"}
+"""Tangents that may move all scores of a row together, by far more than they move them apart."""
+
+
+class Rows(NamedTuple):
+    """What the tiles read, laid out for them (see xla/layout.py): primals, tangents by name, and lse."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dots: dict[str, jax.Array]
+    lse: jax.Array
 
 
 def tangent(
@@ -24,68 +38,75 @@ def tangent(
 
     With ds the tangent of the scores and p = exp(s - lse): d lse_i = sum_j p_ij ds_ij + p_sink dsink and
     d out_i = sum_j p_ij (ds_ij v_j + dv_j) - out_i d lse_i. `out` and `lse` are independent inputs.
+
+    A number b_i taken off all ds of a row, and off d lse, changes nothing but rounding: where tangents shift whole
+    rows, a first pass over the tiles finds their mean, so that the difference above is not one of large numbers.
     """
     q, k, v, operands = primals
     plan = Plan.of(q, k, operands, spec)
     T, H = q.shape[-3:-1]
-    dtype = np.promote_types(q.dtype, np.float32)
-    rows = {"query": plan.q_rows(q), "key": plan.kv_rows(k), "value": plan.kv_rows(v)}
     lay = {"query": plan.q_rows, "key": plan.kv_rows, "value": plan.kv_rows}
+    lay["scale"] = lambda x: x[..., None, None, None, None]
     dots = {name: lay[name](x) if name in lay else x for name, x in tangents.items()}
     dead = softmax.dead_rows(out, lse, operands.sinks)
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse, dead))
-    # The mean of q k^T in a row may be large, and `out` is rounded: so most of it stays out of the difference below.
-    base = jnp.zeros((), dtype)
-    if "scale" in dots:
-        dots["scale"] = dots["scale"][..., None, None, None, None]
-        if plan.scoring.plain:
-            base = _row_base(dots["scale"], plan.scoring.scale, lse_rows)
+    rows = Rows(plan.q_rows(q), plan.kv_rows(k), plan.kv_rows(v), dots, lse_rows)
     lead = broadcast_lead((lse, 2), *((x, OWN_RANK[name]) for name, x in tangents.items()))
-    d_out = jnp.zeros((*lead, *rows["query"].shape[-4:-1], v.shape[-1]), dtype)
-    sums = jnp.zeros((2, *lead, *lse_rows.shape[-3:]), dtype)  # of p ds, and of p
+    sums = jnp.zeros((2, *lead, *lse_rows.shape[-3:]), lse_rows.dtype)  # of p ds, and of p
+    d_out = jnp.zeros((*lead, *rows.q.shape[-4:-1], v.shape[-1]), lse_rows.dtype)
+    sums, d_out = vary_like((sums, d_out), primals, out, lse, tangents)
 
-    def body(totals, tile: Tile):
-        d_out, sums = totals
-        view = plan.view(tile)
-        qk = product("...qkgd,...skd->...kgqs", view.q(rows["query"]), view.kv(rows["key"]), spec)
-        p = view.probability(qk, lse_rows, q.dtype)
-        ds = _score_tangent(plan, view, rows, dots, qk, base)
-        pds = jnp.zeros_like(p) if ds is None else p * ds
-        if view.allowed is not None:
-            pds = jnp.where(view.allowed, pds, 0)
-        sums = add_tile(sums, jnp.stack(jnp.broadcast_arrays(pds.sum(-1), p.sum(-1))), tile.row, -1)
-        if ds is not None:
-            seen = product("...kgqs,...ske->...qkge", view.drop(pds).astype(v.dtype), view.kv(rows["value"]), spec)
-            d_out = add_tile(d_out, seen, tile.row, -4)
-        if "value" in dots:
-            pdv = product("...kgqs,...ske->...qkge", view.drop(p).astype(v.dtype), view.kv(dots["value"]), spec)
-            d_out = add_tile(d_out, pdv, tile.row, -4)
-        return d_out, sums
+    base = jnp.zeros_like(sums[0])
+    if not SHIFTING.isdisjoint(dots):
+        base, _ = lax.stop_gradient(plan.scan(lambda x, tile: _add_tile(plan, rows, base, (x, None), tile)[0], sums))
+    sums, d_out = plan.scan(lambda totals, tile: _add_tile(plan, rows, base, totals, tile), (sums, d_out))
 
-    d_out, sums = plan.scan(body, vary_like((d_out, sums), primals, out, lse, tangents))
     d_out = d_out[..., :T, :, :, :].reshape(*lead, T, H, v.shape[-1])
     d_lse, p_sum = sums[..., :T].reshape(2, *lead, H, T)
+    row_base = base[..., :T].reshape(*lead, H, T)
     p_sink = None if operands.sinks is None else sink_probability(operands.sinks, lse)
     if q.dtype.itemsize >= 4:  # without the rounding of lse; see xla/backward.py
         norm = row_norm(p_sum, p_sink)
         d_out, d_lse = d_out * jnp.swapaxes(norm, -1, -2)[..., None], d_lse * norm
-    row_base = base[..., :T].reshape(*base.shape[:-3], H, T) if base.ndim else base
     if p_sink is not None:  # the sink is one more entry of the row, and like the others measured from its base
         dsink = tangents["sinks"][..., None] if "sinks" in tangents else 0
         d_lse += p_sink * (dsink - row_base)
-    d_out -= out.astype(dtype) * jnp.swapaxes(d_lse, -1, -2)[..., None]
+    d_out -= out.astype(d_out.dtype) * jnp.swapaxes(d_lse, -1, -2)[..., None]
     return d_out.astype(out.dtype), d_lse + row_base
 
 
-def _score_tangent(plan: Plan, view: View, rows: dict, dots: dict, qk: jax.Array, base: jax.Array) -> jax.Array | None:
-    """The tangent of the tile's scores, less the row's base; None where no tangent enters them."""
-    spec, scale, parts = plan.spec, plan.scoring.scale.value, []
+def _add_tile(plan: Plan, rows: Rows, base: jax.Array, totals: tuple, tile: Tile) -> tuple:
+    """The totals, (sums of p ds and of p, d out or None), with what one tile adds; ds is measured from `base`."""
+    (sums, d_out), view = totals, plan.view(tile)
+    qk = product("...qkgd,...skd->...kgqs", view.q(rows.q), view.kv(rows.k), plan.spec)
+    p = view.probability(qk, rows.lse, rows.q.dtype)
+    ds = _score_tangent(plan, view, rows, qk)
+    pds = jnp.zeros_like(p) if ds is None else p * (ds - view.stat(base))
+    if view.allowed is not None:
+        pds = jnp.where(view.allowed, pds, 0)
+    sums = add_tile(sums, jnp.stack(jnp.broadcast_arrays(pds.sum(-1), p.sum(-1))), tile.row, -1)
+    if d_out is None:
+        return sums, None
+    weighted = []
+    if ds is not None:
+        weighted.append((pds, rows.v))
+    if "value" in rows.dots:
+        weighted.append((p, rows.dots["value"]))
+    for weight, v in weighted:
+        seen = product("...kgqs,...ske->...qkge", view.drop(weight).astype(v.dtype), view.kv(v), plan.spec)
+        d_out = add_tile(d_out, seen, tile.row, -4)
+    return sums, d_out
+
+
+def _score_tangent(plan: Plan, view: View, rows: Rows, qk: jax.Array) -> jax.Array | None:
+    """The tangent of the tile's scores; None where no tangent enters them."""
+    spec, scale, dots, parts = plan.spec, plan.scoring.scale.value, rows.dots, []
     if "query" in dots:
-        parts.append(scale * product("...qkgd,...skd->...kgqs", view.q(dots["query"]), view.kv(rows["key"]), spec))
+        parts.append(scale * product("...qkgd,...skd->...kgqs", view.q(dots["query"]), view.kv(rows.k), spec))
     if "key" in dots:
-        parts.append(scale * product("...qkgd,...skd->...kgqs", view.q(rows["query"]), view.kv(dots["key"]), spec))
+        parts.append(scale * product("...qkgd,...skd->...kgqs", view.q(rows.q), view.kv(dots["key"]), spec))
     if "scale" in dots:
-        parts.append(dots["scale"] * qk - (view.stat(base) if base.ndim else 0))
+        parts.append(dots["scale"] * qk)
     slope = plan.scoring.slope(qk) if parts else None
     if slope is not None:
         parts = [sum(parts[1:], parts[0]) * slope]
@@ -95,10 +116,3 @@ def _score_tangent(plan: Plan, view: View, rows: dict, dots: dict, qk: jax.Array
     if "alibi_slopes" in dots:
         parts.append(-plan.by_head(dots["alibi_slopes"], 0)[..., None, None] * view.distance)
     return sum(parts[1:], parts[0]) if parts else None
-
-
-def _row_base(dscale: jax.Array, scale: Scale, lse_rows: jax.Array) -> jax.Array:
-    """dscale lse / scale, an estimate of d lse, where it is finite; 0 elsewhere."""
-    value = jnp.asarray(scale.value)[..., 0]
-    known = (lse_rows < jnp.inf) & (value != 0)
-    return jnp.where(known, dscale[..., 0] * lse_rows / jnp.where(known, value, 1), 0)

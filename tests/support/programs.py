@@ -40,7 +40,7 @@ class Program:
 
 def _words(x):
     """A JAX key as its words, anything else unchanged."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) else x
+    return jax.random.key_data(x) if jax.numpy.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) else x
 
 
 def forward(**options):

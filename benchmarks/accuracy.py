@@ -1,0 +1,69 @@
+"""Errors of every option, measured: largest error of a result over its largest value, and over what rule R20 allows.
+
+    python3 -m benchmarks.accuracy --implementation xla                  anywhere
+    python3 -m benchmarks.accuracy --implementation triton               on an NVIDIA GPU
+    python3 -m benchmarks.accuracy --implementation triton --interpret   its kernels in interpret mode, slowly
+
+The true values are those of the reference in float64 on the same rounded inputs. Standard-normal inputs, 2 examples,
+T = 190, S = 210, 4 query heads, 2 key/value heads, head dim 64. "others" are the gradients of scale, bias, slopes and
+sinks.
+"""
+
+import argparse
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flash_jax
+from tests.gpu.test_features import FEATURES
+from tests.support.accuracy import error_bound, judges
+from tests.support.cases import case
+from tests.support.programs import values_and_gradients
+
+SIZES = "B2-T190-S210-H4-K2-D64"
+COLUMNS = ("out", "lse", "dq", "dk", "dv", "others")
+
+
+def errors(feature: str, dtype: str, implementation: str) -> dict[str, tuple[float, float]]:
+    """{column: (relative error, share of what is allowed)} of one option."""
+    c = case(f"{SIZES}-{dtype}")
+    options, shapes = FEATURES[feature](c) if feature != "none" else ({}, {})
+    program, arrays = values_and_gradients(**options), (c.inputs(**shapes), c.cotangents())
+    attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
+    found = jax.jit(functools.partial(program, attend))(*arrays)
+    leaves = [
+        [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(t)] for t in (found, *judges(program, *arrays))
+    ]
+    row: dict[str, tuple[float, float]] = {}
+    for n, (x, r, plain) in enumerate(zip(*leaves, strict=True)):
+        seen, column = np.isfinite(r), COLUMNS[min(n, 5)]
+        error, largest = np.abs(x[seen] - r[seen]).max(), np.abs(r[seen]).max()
+        own = np.float32 if column == "lse" else jnp.dtype(c.dtype)
+        allowed = error_bound(r[seen], plain[seen], own, derivative=n > 1)
+        this = float(error / largest), float(error / allowed)
+        row[column] = tuple(max(pair) for pair in zip(row.get(column, this), this, strict=True))  # pyright: ignore
+    return row
+
+
+def main() -> None:
+    """Prints the table, in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--implementation", default="xla")
+    parser.add_argument("--interpret", action="store_true")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"])
+    args = parser.parse_args()
+    print(f"{args.implementation} on {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
+    print(f"| option | dtype | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
+    with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
+        for feature in ("none", *FEATURES):
+            for dtype in args.dtypes:
+                row = errors(feature, dtype, args.implementation)
+                cells = [f"{row[name][0]:.1e} ({100 * row[name][1]:.0f}%)" if name in row else "" for name in COLUMNS]
+                print(f"| {feature} | {dtype} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
