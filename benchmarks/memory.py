@@ -1,6 +1,6 @@
 """Temporary memory of each option, from programs compiled for an H200 on a machine without a GPU.
 
-    python benchmarks/memory.py [--length 16384]
+    python3 -m benchmarks.memory [--length 16384]
 
 prints a table of the bytes that forward, and forward with backward, need besides arguments and results, at the length
 and at half of it; with --kernels also what ptxas says of the kernels. Needs the `compile` extra. One example, 8 query
@@ -8,15 +8,12 @@ heads, 2 key/value heads, head dim 128, bfloat16.
 """
 
 import argparse
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flash_jax
-from tests.support import gpu_compile
+from tests.support import compile_report, gpu_compile
 
 B, H, K, D = 1, 8, 2, 128
 
@@ -80,6 +77,7 @@ def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, h
 
 def main():
     """Prints the table."""
+    compile_report.ask()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--only", help="a part of the option's name")

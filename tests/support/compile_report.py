@@ -5,12 +5,22 @@ A test hands its rows over with `record_property("kernel", row)`, which also wor
 
 import os
 
-# JAX's CUDA plugin has a logger of its own, which reads these when it is loaded: ptxas's report of each kernel goes to
-# stderr. Only here, in the compile lane: a test that starts a program would find them in its environment.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=2"
-
 COLUMNS = ("kernel", "registers", "spilled bytes", "notes", "seconds")
+
+
+def ask():
+    """Has ptxas's report of each kernel written to stderr, from the time that JAX's CUDA plugin is loaded.
+
+    Its logger reads the environment then. Only in the compile lane: a test that starts a program would find it in its
+    own.
+    """
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+    os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=2"
+
+
+def pytest_configure():
+    """Before any test loads the plugin."""
+    ask()
 
 
 def pytest_terminal_summary(terminalreporter):
