@@ -11,7 +11,9 @@ from flash_jax import validate
 from flash_jax.spec import AttentionSpec, Band, BlockSizes, Operands, interpreting
 from flash_jax.tiles import dropout
 
-_FAR = 2**30  # positions further out are cut here, so that differences of two fit in 32 bits
+# Positions further out are cut here: differences of two then fit in 32 bits, and no two of them are further apart than
+# the window that counts as unbounded.
+_FAR = 2**28
 
 
 class Call(NamedTuple):
@@ -109,8 +111,8 @@ def _positions(q_positions, kv_positions, q_offset, spec, slopes, sizes):
     batch, T, S = sizes
     if q_positions is not None and q_offset is not None:
         raise ValueError("`q_positions` takes the place of `q_offset`; give one of the two.")
-    q_at = _within(validate.per_slot("q_positions", q_positions, batch, T))
-    kv_at = _within(validate.per_slot("kv_positions", kv_positions, batch, S))
+    q_at = validate.per_slot("q_positions", q_positions, batch, T, cut=_FAR)
+    kv_at = validate.per_slot("kv_positions", kv_positions, batch, S, cut=_FAR)
     read = spec.causal or spec.window is not None or spec.chunk_size is not None or slopes is not None
     return (q_at, kv_at) if read else (None, None)
 
@@ -133,10 +135,6 @@ def _clip(x, low=-_FAR, high=_FAR):
     if x is None:
         return None
     return jnp.clip(x, low, high) if isinstance(x, jax.Array) else min(max(x, low), high)
-
-
-def _within(positions: jax.Array | None) -> jax.Array | None:
-    return None if positions is None else jnp.clip(positions, -_FAR, _FAR)
 
 
 def _bounded(offset, window, T, S):

@@ -78,7 +78,7 @@ def flash_attention(  # noqa: PLR0913
         (traced allowed). Default S - T, or kv_lengths - q_lengths where these are given. q_offset=0 is top-left
         alignment, as in jax.nn.
       q_positions: integer array broadcastable to [..., T], pos(i) in any order, in the place of i + q_offset. Positions
-        further out than 2**30 are cut there.
+        further out than 2**28 are cut there.
       kv_positions: integer array broadcastable to [..., S], pos(j).
       segment_ids: integer array broadcastable to [..., T], where T == S: a query attends keys of its own id only, as in
         packed documents. A negative id is padding, which attends nothing and is attended by none.

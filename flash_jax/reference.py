@@ -7,6 +7,7 @@ beside docs/semantics.md.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import dropout
@@ -48,10 +49,8 @@ def attention(
     # A dead row gets harmless scores here and its true values (0, and -inf or the sink) at the end, so that no
     # derivative meets a NaN.
     scores = jnp.where(dead_query[..., None], 0, scores)
-    lse = jax.nn.logsumexp(scores, axis=-1) if S else jnp.zeros(scores.shape[:-1], dtype)  # [..., H, T]
-    if operands.sinks is not None:
-        lse = jnp.logaddexp(lse, operands.sinks[..., None])
-    p = jnp.exp(scores - lse[..., None])
+    sink = None if operands.sinks is None else operands.sinks[..., None, None]
+    p, lse = _softmax(scores, sink) if S else (scores, jnp.zeros(scores.shape[:-1], dtype))
     if operands.dropout_words is not None:
         p = jnp.where(_kept(T, S, operands.dropout_words, spec.dropout_rate), p / (1 - spec.dropout_rate), 0)
 
@@ -60,6 +59,20 @@ def attention(
     out = out.reshape(*out.shape[:-3], H, out.shape[-1]).astype(query.dtype)
     dead_lse = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
     return jnp.where(_as_rows(dead_query), 0, out), jnp.where(dead_query, dead_lse, lse)
+
+
+def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(probabilities [..., H, T, S], lse [..., H, T]); the sink [..., H, 1, 1] is one more score of each row.
+
+    Divided by the sum, not as exp(score - lse): lse rounds away the sum of a row whose scores are all huge.
+    """
+    top = scores.max(axis=-1, keepdims=True)
+    top = lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total += jnp.exp(sink - top)
+    return weights / total, (top + jnp.log(total))[..., 0]
 
 
 def _allowed(T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Array:

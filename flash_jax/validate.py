@@ -142,8 +142,10 @@ def per_example(name: str, value: int | ArrayLike | None, batch: tuple[int, ...]
     return jnp.reshape(value, (1,) * (len(batch) - len(shape)) + shape).astype(jnp.int32)
 
 
-def per_slot(name: str, value: ArrayLike | None, batch: tuple[int, ...], length: int) -> jax.Array | None:
-    """int32 [..., length] with the batch's rank, for an array of positions or segment ids called `name`."""
+def per_slot(
+    name: str, value: ArrayLike | None, batch: tuple[int, ...], length: int, cut: int | None = None
+) -> jax.Array | None:
+    """int32 [..., length] with the batch's rank, for positions (cut to [-cut, cut]) or ids called `name`."""
     if value is None:
         return None
     if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
@@ -152,10 +154,29 @@ def per_slot(name: str, value: ArrayLike | None, batch: tuple[int, ...], length:
     shape = jnp.shape(value)
     if not _broadcasts(shape, (*batch, length)) or shape[-1:] != (length,):
         raise ValueError(f"`{name}` must have shape {(*batch, length)}, batch dims may be 1 or absent; got {shape}.")
-    if isinstance(value, np.ndarray) and value.size and not -(2**31) <= int(value.min()) <= int(value.max()) < 2**31:
-        raise ValueError(f"`{name}` must fit 32 bits; got values from {value.min()} to {value.max()}.")
-    value = jnp.asarray(value).astype(jnp.int32)
+    value = _within(value, cut) if cut else _in_32_bits(name, value)
     return value.reshape((1,) * (len(batch) + 1 - len(shape)) + shape)
+
+
+def _within(value: ArrayLike, cut: int) -> jax.Array:
+    """int32, cut to [-cut, cut] in the dtype that the array has."""
+    info = jnp.iinfo(jnp.result_type(value))
+    clip = np.clip if isinstance(value, np.ndarray) else jnp.clip
+    return jnp.asarray(clip(value, max(-cut, int(info.min)), min(cut, int(info.max)))).astype(jnp.int32)
+
+
+def _in_32_bits(name: str, value: jax.Array | np.ndarray) -> jax.Array:
+    """int32, of an array whose values must not be cut, since two of them could then be equal."""
+    if jnp.iinfo(value.dtype).max > 2**31 - 1:
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"`{name}` must be int32 or narrower where its values are not known yet; got {value.dtype}. Cast it "
+                "with `.astype(jnp.int32)`."
+            )
+        known = np.asarray(value)
+        if known.size and not -(2**31) <= int(known.min()) <= int(known.max()) < 2**31:
+            raise ValueError(f"`{name}` must fit int32; got values from {known.min()} to {known.max()}.")
+    return jnp.asarray(value).astype(jnp.int32)
 
 
 def per_head(name: str, value: ArrayLike | None, batch: tuple[int, ...], heads: int, dtype) -> jax.Array | None:
@@ -175,13 +196,14 @@ def bias(value: ArrayLike | None, full: tuple[int, ...], dtype) -> jax.Array | N
     """An additive bias, of the rank of `full`, the shape of the scores [..., H, T, S]."""
     if value is None:
         return None
-    kind = getattr(value, "dtype", type(value).__name__)
-    if not isinstance(value, (jax.Array, np.ndarray)) or kind not in _DTYPES:
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    kind = jnp.result_type(value) if is_array else type(value).__name__
+    if not is_array or kind not in _DTYPES:
         hint = " Pass a mask of True and False as `mask`." if kind == "bool" else ""
         raise TypeError(f"`bias` must be a bfloat16, float16 or float32 array, added to the scores; got {kind}.{hint}")
     if kind == "float64" and dtype != "float64":
         raise TypeError(f"`bias` may be float64 only where `query` is; got bias float64 and query {dtype}.")
-    return _score_shaped("bias", jnp.asarray(value), full)
+    return _score_shaped("bias", jnp.asarray(value, kind), full)
 
 
 def mask(value: ArrayLike | None, full: tuple[int, ...]) -> jax.Array | None:
@@ -232,8 +254,8 @@ def softcap(value: float | None) -> float | None:
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"`softcap` must be a positive Python number or None; got {type(value).__name__}.")
-    if not 0 < value < math.inf:
-        raise ValueError(f"`softcap` must be a positive finite number; got {value}. Use None for no cap.")
+    if not 1e-30 <= value <= 1e30:
+        raise ValueError(f"`softcap` must lie between 1e-30 and 1e30; got {value}. Use None for no cap.")
     return float(value)
 
 

@@ -166,7 +166,7 @@ SETTINGS = {
 }
 
 
-@hypothesis.settings(max_examples=15, derandomize=True, **SETTINGS)
+@hypothesis.settings(max_examples=6, derandomize=True, **SETTINGS)
 @draws
 def test_a_few(name, features, blocks, seed):
     compare(name, features, blocks, seed)

@@ -14,7 +14,9 @@ def head_words(key: jax.Array, batch: tuple[int, ...], heads: int) -> jax.Array:
     """uint32 [*batch, heads, 2]: the two words of each example and head, numbered in row-major order."""
     numbers = jnp.arange(int(np.prod(batch, dtype=np.int64)) * heads, dtype=jnp.uint32)
     words = jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(numbers)
-    return words[:, :2].reshape(*batch, heads, 2).astype(jnp.uint32)
+    halves = words.astype(jnp.uint32).reshape(numbers.size, -1, 2)  # a key has two words, or four
+    mixed = halves[:, 0] if halves.shape[1] == 1 else halves[:, 0] ^ _mix(halves[:, 1])
+    return mixed.reshape(*batch, heads, 2)
 
 
 def kept(row_word: jax.Array, col_word: jax.Array, rows: jax.Array, cols: jax.Array, rate: float) -> jax.Array:

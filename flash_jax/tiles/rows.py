@@ -86,10 +86,9 @@ def refine(p_sum, ds_sum, delta, lse_ct, p_sink) -> tuple[jax.Array, jax.Array]:
 
 
 def row_norm(p_sum: jax.Array, p_sink: jax.Array | None) -> jax.Array:
-    """What the p of a row must be multiplied by to add up to 1, less the sink's share; 1 on rows without any."""
-    empty = p_sum == 0
-    share = 1 if p_sink is None else 1 - p_sink
-    return lax.stop_gradient(jnp.where(empty, 1, share / jnp.where(empty, 1, p_sum)))
+    """What the p of a row, the sink's share among them, must be multiplied by to add up to 1; 1 on rows without any."""
+    total = p_sum if p_sink is None else p_sum + p_sink
+    return lax.stop_gradient(jnp.where(total == 0, 1, 1 / jnp.where(total == 0, 1, total)))
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

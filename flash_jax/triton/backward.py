@@ -35,6 +35,7 @@ def backward(
     if q.dtype == jnp.float32:
         _, sums = query_pass(residuals, operands, lead, ("ds", "p"), None, spec)
         delta, norm = refine(sums["p_sums"][0], sums["ds_sums"][0], delta, lse_ct, p_sink)
+        p_sink = None if p_sink is None else p_sink * norm
         out_ct = out_ct * jnp.swapaxes(norm, -1, -2)[..., None]
         residuals = residuals._replace(out_ct=out_ct, delta=delta * norm)
 

@@ -90,10 +90,13 @@ def bias_pass(
         flash_attention_dbias_kernel, spec=spec, tile=tile, shape=shape, bias_lead=own, names=names
     )
     arrays = flattened(extra), residuals.flattened()
-    whole = jax.tree.map(_whole, arrays)
+    vectors = Residuals(True, True, True, True, False, False)
+    whole = jax.tree.map(_whole, arrays[0]), Residuals(*map(_whole, arrays[1], vectors))
     call = launch(kernel, (pairs, flat.shape[1], flat.shape[0]), (whole, _whole(flat)), flat, tile, spec)
     return call(*arrays).reshape(dbias.shape)
 
 
-def _whole(x) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+def _whole(x, vectors: bool = False) -> pl.BlockSpec:
+    """All of x; where its last dim is a head dim, with the padding that the tiles read (masked)."""
+    last = columns.width(x.shape[-1], x.dtype.itemsize) if vectors else x.shape[-1]
+    return pl.BlockSpec((*x.shape[:-1], last), lambda *_: (0,) * len(x.shape))

@@ -54,6 +54,7 @@ def backward(
     if q.dtype.itemsize >= 4:
         delta, norm = _refined(plan, lax.stop_gradient(rows), delta, lse_ct, p_sink, lead)
         per_row = jnp.swapaxes(norm, -1, -2)[..., None]
+        p_sink = None if p_sink is None else p_sink * norm
         rows = rows._replace(out_ct=plan.q_rows(out_ct * per_row), delta=plan.q_stats(delta * norm))
 
     totals = vary_like(_zeros(plan, primals, leads, lead), everything)

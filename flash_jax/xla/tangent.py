@@ -68,6 +68,7 @@ def tangent(
     if q.dtype.itemsize >= 4:  # without the rounding of lse; see xla/backward.py
         norm = row_norm(p_sum, p_sink)
         d_out, d_lse = d_out * jnp.swapaxes(norm, -1, -2)[..., None], d_lse * norm
+        p_sink = None if p_sink is None else p_sink * norm
     if p_sink is not None:  # the sink is one more entry of the row, and like the others measured from its base
         dsink = tangents["sinks"][..., None] if "sinks" in tangents else 0
         d_lse += p_sink * (dsink - row_base)
