@@ -6,6 +6,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flash_jax.spec import Band, BlockSizes
@@ -168,7 +169,7 @@ def _within(value: ArrayLike, cut: int) -> jax.Array:
 def _in_32_bits(name: str, value: jax.Array | np.ndarray) -> jax.Array:
     """int32, of an array whose values must not be cut, since two of them could then be equal."""
     if jnp.iinfo(value.dtype).max > 2**31 - 1:
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise TypeError(
                 f"`{name}` must be int32 or narrower where its values are not known yet; got {value.dtype}. Cast it "
                 "with `.astype(jnp.int32)`."
