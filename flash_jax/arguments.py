@@ -1,5 +1,6 @@
 """From the arguments of the public functions to what the implementations take: arrays, `Operands`, `AttentionSpec`."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flash_jax import validate
-from flash_jax.spec import AttentionSpec, Band, BlockSizes, Operands, interpreting
+from flash_jax import mods, validate
+from flash_jax.spec import AttentionSpec, Band, BlockMask, BlockSizes, Operands, interpreting
 from flash_jax.tiles import dropout
 
 # Positions further out are cut here: differences of two then fit in 32 bits, and no two of them are further apart than
@@ -49,6 +50,10 @@ def normalise(  # noqa: PLR0913
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    mod_operands: Sequence[ArrayLike] = (),
+    block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     precision: object = None,
@@ -65,9 +70,16 @@ def normalise(  # noqa: PLR0913
     q_len = validate.per_example("q_lengths", q_lengths, batch)
     kv_len = validate.per_example("kv_lengths", kv_lengths, batch)
     prefix = _clip(validate.per_example("prefix_lengths", prefix_lengths, batch))
+    read = mods.operands(mod_operands, len(batch), q.dtype == jnp.float64)
+    block_map = validate.block_mask(block_mask, (*batch, H, T, S))
+    mask_mod = block_mask.mask_mod if mask_mod is None and block_mask is not None else mask_mod
+    if read and score_mod is None and mask_mod is None:
+        raise ValueError("`mod_operands` are read by `score_mod` and `mask_mod`; neither is given.")
     spec = AttentionSpec(
         scale=_static(scale_),
         softcap=validate.softcap(softcap),
+        score_mod=mods.score_mod(score_mod, read, batch, stats),
+        mask_mod=mods.mask_mod(mask_mod, read, batch),
         causal=validate.flag("causal", causal),
         window=validate.window(window),
         prefix_length=_static(prefix),
@@ -102,6 +114,8 @@ def normalise(  # noqa: PLR0913
         q_segment_ids=q_ids,
         kv_segment_ids=kv_ids,
         dropout_words=None if typed_key is None else dropout.head_words(typed_key, batch, H),
+        block_map=block_map,
+        mods=read,
     )
     return Call(q, k, v, operands, AttentionSpec(**{**vars(spec), "q_offset": _static(offset)}))
 

@@ -1,10 +1,12 @@
 """The public function: what it promises, and the way from its arguments to the primitive."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 from jax.typing import ArrayLike
 
 from flash_jax import arguments, op, reference, select, validate
-from flash_jax.spec import Band, BlockSizes
+from flash_jax.spec import Band, BlockMask, BlockSizes
 
 
 def flash_attention(  # noqa: PLR0913
@@ -30,6 +32,10 @@ def flash_attention(  # noqa: PLR0913
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    mod_operands: Sequence[ArrayLike] = (),
+    block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
@@ -43,7 +49,7 @@ def flash_attention(  # noqa: PLR0913
     and S, forward, backward and in forward mode. Any leading batch dims, also none; any T and S, also T != S; H must be
     a multiple of K, and query head h reads key/value head h // (H // K). With pos() explained at `causal`,
 
-        score[h, i, j] = cap(scale * (q[i, h] . k[j, h // (H // K)])) + bias[h, i, j] - slope[h] * |pos(i) - pos(j)|
+        score[h, i, j] = mod(cap(scale * (q[i, h] . k[j, h // (H // K)]))) + bias[h, i, j] - slope[h] * |pos(i) - pos(j)|
 
     where cap(s) = softcap * tanh(s / softcap). A query attends the keys that causal, window, chunk, segments, lengths
     and mask all allow; all of them may be combined. "Broadcastable to [..., X]" means dims of that size, 1, or absent
@@ -92,6 +98,19 @@ def flash_attention(  # noqa: PLR0913
       alibi_slopes: floating-point array [H], or broadcastable to [..., H] (differentiable).
       sinks: floating-point array [H], or broadcastable to [..., H] (differentiable): one more score of each row whose
         value is 0, so that lse = log(sum_j exp(score) + exp(sink)). A row that attends no key has lse = sink.
+      score_mod: `score_mod(score, batch, head, q_index, k_index, *operands)`, a function that returns the new score of
+        one entry, given scalars: the score after scale and softcap, and int32 indices (the example in row-major order
+        over the leading dims, head, row, column). It is traced into the kernels, so it is made of elementwise
+        operations (`jnp.where` for a choice); it may return -inf. Its derivative is taken automatically. A function
+        that is the same object at every call is compiled once.
+      mask_mod: `mask_mod(batch, head, q_index, k_index, *operands)`, True where attention is allowed, besides what
+        other masks say.
+      mod_operands: arrays that the two functions read: in the place of each they get an object that is indexed by
+        scalar integers, one for each dim, as in `table[head, q_index - k_index + 63]`; an index outside is moved to the
+        nearest end. Floating-point ones are differentiable through score_mod where each index is batch, head, q index,
+        k index or the difference of the last two, plus or minus a constant, clipped or not, each used once.
+      block_mask: what `flash_jax.block_mask` found of `mask_mod`, so that blocks in which nothing is allowed are not
+        visited; without `mask_mod` its own is taken.
       dropout_rate: number in [0, 1): each probability is dropped with it, and the others are divided by 1 minus it. The
         sum of a row, and lse, are those before dropout.
       dropout_key: a JAX key, needed where the rate is above 0. What is kept depends on it, and on the example, head,
@@ -149,6 +168,10 @@ def flash_attention(  # noqa: PLR0913
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        mod_operands=mod_operands,
+        block_mask=block_mask,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         precision=precision,

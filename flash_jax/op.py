@@ -22,8 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flash_jax import compat, select, xla
-from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
-from flash_jax.tiles.rows import sum_to
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles.mods import wanted_reads
+from flash_jax.tiles.sums import sum_to
 
 
 def attention(
@@ -38,17 +39,14 @@ def attention(
 def _names(tree) -> list[str]:
     """Name of each leaf of (query, key, value, Operands)."""
     *_, operands = tree.unflatten(range(tree.num_leaves))
-    names = {index: name for name, index in vars(operands).items() if index is not None}
+    names = {index: name for name, index in operands.items()}
     return ["query", "key", "value", *(names[i] for i in range(3, tree.num_leaves))]
 
 
-def _lead(arrays_and_ranks) -> tuple[int, ...]:
-    """The leading dims that (array, own rank) pairs broadcast to."""
-    return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in arrays_and_ranks))
-
-
-def _primal_ranks(tree) -> list[int]:
-    return [OWN_RANK[name] for name in _names(tree)]
+def _lead(arrays) -> tuple[int, ...]:
+    """The leading dims that arrays broadcast to: as many of each as the first, a query, has before its own three."""
+    count = arrays[0].ndim - 3
+    return np.broadcast_shapes(*(x.shape[:count] for x in arrays))
 
 
 # The three passes as functions of arrays: abstract evaluation, and what runs on a platform.
@@ -57,7 +55,7 @@ def _primal_ranks(tree) -> list[int]:
 def _forward_shapes(*leaves, tree, spec):
     select.check_sharding(_names(tree), leaves)
     q, _, v = leaves[:3]
-    lead = _lead(zip(leaves, _primal_ranks(tree), strict=True))
+    lead = _lead(leaves)
     T, H = q.shape[-3:-1]
     stats = np.promote_types(q.dtype, np.float32)
     return (
@@ -69,24 +67,20 @@ def _forward_shapes(*leaves, tree, spec):
 def _tangent_shapes(*args, tree, names, spec):
     n = tree.num_leaves
     out, lse, *tangents = args[n:]
-    lead = _lead([(out, 3), (lse, 2), *zip(tangents, (OWN_RANK[name] for name in names), strict=True)])
+    lead = _lead([out, lse, *tangents])
     return tuple(x.update(shape=lead + x.shape[x.ndim - rank :]) for x, rank in ((out, 3), (lse, 2)))
 
 
 def _backward_shapes(*args, tree, wanted, has_lse_ct, spec):
     leaves = dict(zip(_names(tree), args[: tree.num_leaves], strict=True))
-    leads = _gradient_leads(args, tree, wanted)
-    return tuple(leaves[name].update(shape=leads[name] + _own_shape(leaves[name], name)) for name, _ in wanted)
+    wanted_reads(spec.score_mod, dict(wanted))  # raises for what has no gradient
+    leads = _gradient_leads(args, wanted)
+    return tuple(leaves[name].update(shape=leads[name] + leaves[name].shape[len(leads[name]) :]) for name, _ in wanted)
 
 
-def _own_shape(x, name: str) -> tuple[int, ...]:
-    return x.shape[x.ndim - OWN_RANK[name] :]
-
-
-def _gradient_leads(args, tree, wanted) -> dict[str, tuple[int, ...]]:
+def _gradient_leads(args, wanted) -> dict[str, tuple[int, ...]]:
     """Leading dims of each wanted gradient: the full size where it keeps the dim, else 1 (summed over)."""
-    ranks = [*_primal_ranks(tree), 3, 2, 3, 2]
-    lead = _lead(zip(args, ranks[: len(args)], strict=True))
+    lead = _lead(args)
     return {name: tuple(m if keep else 1 for m, keep in zip(lead, keeps, strict=True)) for name, keeps in wanted}
 
 
@@ -126,7 +120,7 @@ def _run_backward(*args, tree, wanted, has_lse_ct, spec, platform):
         return compat.vary_like(tuple(zeros.values()), args)
     q, k, v, _ = primals
     implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
-    gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, tree, wanted), spec)
+    gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, wanted), spec)
     return tuple(gradients[name] for name, _ in wanted)
 
 
@@ -218,7 +212,7 @@ def _tangent_transpose(cts, *args, tree, names, spec):
     out_ct, lse_ct = cts
     primals, (out, lse, *linear) = args[:n], args[n:]
     avals = [x.aval if ad.is_undefined_primal(x) else None for x in linear]
-    lead = _lead([(out, 3), (out_ct if type(out_ct) is not ad.Zero else out_ct.aval, 3)])
+    lead = _lead([out, out_ct if type(out_ct) is not ad.Zero else out_ct.aval])
     wanted = tuple(
         (name, tuple(m == full for m, full in zip(aval.shape[: len(lead)], lead, strict=True)))
         for name, aval in zip(names, avals, strict=True)

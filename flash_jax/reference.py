@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.spec import AttentionSpec, Mod, Operands
 from flash_jax.tiles import dropout
 
 
@@ -25,7 +25,7 @@ def attention(
     groups = H // K if K else 0
     dtype = np.promote_types(query.dtype, np.float32)
 
-    allowed = _allowed(T, S, operands, spec)  # [..., H or 1, T, S]
+    allowed = _allowed(H, T, S, operands, spec)  # [..., H or 1, T, S]
     dead_query = ~allowed.any(axis=-1)  # [..., H or 1, T]: attends nothing
     dead_key = ~_by_kv_head(allowed, K).any(axis=(-3, -2))  # [..., K or 1, S]: attended by none
 
@@ -39,6 +39,10 @@ def attention(
     scores = scores.reshape(*scores.shape[:-4], H, T, S) * _scale(operands, spec, dtype)
     if spec.softcap is not None:
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
+    if spec.score_mod is not None:
+        scores = _modified(spec.score_mod, [scores], operands, (H, T, S)).astype(dtype)
+        allowed &= scores != -jnp.inf
+        dead_query = ~allowed.any(axis=-1)
     if operands.bias is not None:
         scores += operands.bias.astype(dtype)
     if operands.alibi_slopes is not None:
@@ -75,7 +79,7 @@ def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
     return weights / total, (top + jnp.log(total))[..., 0]
 
 
-def _allowed(T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Array:
+def _allowed(H: int, T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Array:
     """bool [..., H or 1, T, S]: whether query i attends key j; all conditions must hold."""
     q_length, kv_length = _lengths(T, S, operands, spec)
     i = jnp.arange(T, dtype=jnp.int32)[:, None]
@@ -104,9 +108,39 @@ def _allowed(T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Arr
         allowed &= (id_i == id_j) & (id_i >= 0)
     if operands.mask is not None:
         allowed &= operands.mask
+    if spec.mask_mod is not None:
+        allowed &= _modified(spec.mask_mod, [], operands, (H, T, S))
     if operands.bias is not None:
         allowed &= operands.bias != -jnp.inf
     return jnp.broadcast_to(allowed, (*allowed.shape[:-2], T, S)) if allowed.ndim > 2 else allowed[None]
+
+
+def _modified(mod: Mod, first: list, operands: Operands, sizes: tuple[int, int, int]) -> jax.Array:
+    """The user's function at each entry, [..., H, T, S]: a function of scalars, mapped over all of them."""
+    tables = [Table(x.reshape(x.shape[len(mod.batch) :])) for x in operands.mods]
+    full = (*mod.batch, *sizes)
+    b = jnp.arange(int(np.prod(mod.batch, dtype=np.int64)), dtype=jnp.int32).reshape(*mod.batch, 1, 1, 1)
+    h, i, j = (jnp.arange(n, dtype=jnp.int32).reshape(-1, *(1,) * (2 - axis)) for axis, n in enumerate(sizes))
+
+    def entry(*args):
+        return mod.function(*args, *tables)
+
+    for _ in full:
+        entry = jax.vmap(entry)
+    return entry(*(jnp.broadcast_to(x, full) for x in (*first, b, h, i, j)))
+
+
+class Table:
+    """An operand of a mod: `table[i, j]` is one entry, and an index outside is moved to the nearest end."""
+
+    def __init__(self, x: jax.Array):
+        self._x, self.shape, self.dtype, self.ndim = x, x.shape, x.dtype, x.ndim
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        index = () if index == (...,) else index
+        pairs = zip(index, self.shape, strict=True)
+        return self._x[tuple(i % n if isinstance(i, int) else jnp.clip(i, 0, n - 1) for i, n in pairs)]
 
 
 def _lengths(T: int, S: int, operands: Operands, spec: AttentionSpec):

@@ -3,7 +3,8 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -56,6 +57,42 @@ block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
                 )
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["states"], meta_fields=["mask_mod", "shape"])
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """Which blocks of scores a `mask_mod` leaves visible, made by `block_mask` and given to `flash_attention`.
+
+    It is a pytree of one array, so that it passes through `jit` and is sharded like the batch.
+
+    Attributes:
+      states: int8 [..., H, blocks of queries, blocks of keys]: 0 where nothing of a block is allowed, 2 where all is,
+        else 1. A block is 128 x 128; a dim before the blocks may be 1, for all examples or heads alike.
+      mask_mod: the function of which this is the map, which `flash_attention` also takes if it is given none.
+      shape: the shape [..., H, T, S] that `block_mask` was called with.
+    """
+
+    states: jax.Array
+    mask_mod: Callable
+    shape: tuple[int, ...]
+
+
+MAP_BLOCK = 128
+"""Queries, and keys, of one entry of a BlockMask."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mod:
+    """A `score_mod` or `mask_mod`, equal to itself alone: the user's function, and what it does to one entry.
+
+    `jaxpr` takes the scalars (score, batch, head, q index, k index), a mask_mod's without the score, and reads operands
+    by `tiles.mods.read_p`. `batch` is the shape over which the batch index counts.
+    """
+
+    function: Callable
+    jaxpr: Any
+    batch: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Every static choice of a call, hashable, the one static parameter of the primitives.
@@ -67,6 +104,8 @@ class AttentionSpec:
 
     scale: float | None = None
     softcap: float | None = None
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
     causal: bool = False
     window: Band | None = None
     prefix_length: int | None = None
@@ -96,7 +135,8 @@ class Operands:
 
     Each begins with dims of the rank of the batch shape, of the batch's size or 1; its own dims follow. `scale`,
     `bias`, `alibi_slopes` and `sinks` are differentiable: float32 (float64 for float64 inputs), but for `bias`, which
-    keeps its dtype. Numbers of slots are int32. A dim of `bias` and `mask` has its full size or 1.
+    keeps its dtype, as do `mods`, differentiable where they are floating-point. Numbers of slots are int32. A dim of
+    `bias`, `mask` and `block_map` has its full size or 1.
     """
 
     scale: Optional = None  # [...]
@@ -113,20 +153,34 @@ class Operands:
     q_segment_ids: Optional = None  # [..., T]
     kv_segment_ids: Optional = None  # [..., S]
     dropout_words: Optional = None  # [..., H, 2] uint32, see tiles/dropout.py
+    block_map: Optional = None  # [..., H, blocks of queries, blocks of keys] int8, see tiles/block_map.py
+    mods: tuple = ()  # what mods read: leading dims of size 1, then the user's own
+
+    def items(self) -> list[tuple[str, Any]]:
+        """(name, array) of all that are there; those in `mods` are called "mods.0", "mods.1", ..."""
+        return [
+            *((name, x) for name, x in vars(self).items() if name != "mods" and x is not None),
+            *((f"mods.{n}", x) for n, x in enumerate(self.mods)),
+        ]
+
+    def map(self, f: Callable[[str, Any], Any]) -> "Operands":
+        """With `f(name, array)` in the place of each array."""
+        new = {name: f(name, x) for name, x in self.items()}
+        mods = tuple(new.pop(f"mods.{n}") for n in range(len(self.mods)))
+        return Operands(**new, mods=mods)
 
 
 OWN_RANK = {
-    "query": 3, "key": 3, "value": 3, "bias": 3, "mask": 3, "alibi_slopes": 1, "sinks": 1, "q_positions": 1,
-    "kv_positions": 1, "q_segment_ids": 1, "kv_segment_ids": 1, "dropout_words": 2, "scale": 0, "q_offset": 0,
-    "q_lengths": 0, "kv_lengths": 0, "prefix_lengths": 0,
+    "bias": 3, "mask": 3, "alibi_slopes": 1, "sinks": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
+    "kv_segment_ids": 1, "dropout_words": 2, "block_map": 3, "scale": 0, "q_offset": 0, "q_lengths": 0,
+    "kv_lengths": 0, "prefix_lengths": 0,
 }  # fmt: skip
-"""Dims that an input has besides the leading (batch) ones."""
+"""Dims that an operand has besides the leading (batch) ones; those in `mods` may have any number."""
 
 
-def leads(operands: Operands) -> list[tuple[int, ...]]:
-    """The leading dims of each operand that is there."""
-    present = [(x, OWN_RANK[name]) for name, x in vars(operands).items() if x is not None]
-    return [x.shape[: x.ndim - rank] for x, rank in present]
+def leads(operands: Operands, count: int) -> list[tuple[int, ...]]:
+    """The leading dims, `count` of them, of each operand that is there."""
+    return [x.shape[:count] for _, x in operands.items()]
 
 
 _interpret = contextvars.ContextVar("flash_jax_interpret", default=False)

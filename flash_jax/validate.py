@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from flash_jax.spec import Band, BlockSizes
+from flash_jax.spec import Band, BlockMask, BlockSizes
 
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla", "reference")
 _UNBOUNDED = 2**29
@@ -228,6 +228,20 @@ def _score_shaped(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False))
+
+
+def block_mask(value: BlockMask | None, full: tuple[int, ...]) -> jax.Array | None:
+    """The states of a BlockMask for a call of scores `full` [..., H, T, S], of that rank."""
+    if value is None:
+        return None
+    if not isinstance(value, BlockMask):
+        raise TypeError(f"`block_mask` must be what `flash_jax.block_mask` returns; got {type(value).__name__}.")
+    if value.shape[-2:] != full[-2:] or not _broadcasts(value.shape[:-2], full[:-2]):
+        raise ValueError(
+            f"`block_mask` was made for scores of shape {value.shape}, and these are {full}: T and S must be the same, "
+            "the other dims too, or 1."
+        )
+    return value.states.reshape((1,) * (len(full) - value.states.ndim) + value.states.shape)
 
 
 def segments(segment_ids, q_segment_ids, kv_segment_ids, batch: tuple[int, ...], T: int, S: int):

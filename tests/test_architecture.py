@@ -10,7 +10,7 @@ FILES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 
 # Imports run downward. A room is a file or a folder of the package; it may import itself and these.
 MAY_IMPORT = {
-    "__init__": ["attention", "varlen", "jax_nn", "dropout", "inspect", "spec"],
+    "__init__": ["attention", "varlen", "jax_nn", "dropout", "block_mask", "inspect", "spec"],
     "varlen": ["attention", "validate", "spec"],
     "jax_nn": ["attention", "spec"],
     "dropout": ["validate", "tiles.dropout"],
@@ -28,9 +28,11 @@ MAY_IMPORT = {
     "explanation": ["tiles.survey", "triton.tiling"],
     "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],
-    "arguments": ["validate", "spec", "tiles.dropout"],
+    "arguments": ["validate", "mods", "spec", "tiles.dropout"],
+    "mods": ["spec", "tiles.mods"],
+    "block_mask": ["mods", "spec", "tiles.mods"],
     "validate": ["spec"],
-    "op": ["select", "xla", "tiles.rows.sum_to", "spec", "compat"],  # higher orders differentiate the code of xla
+    "op": ["select", "xla", "tiles.sums", "tiles.mods.wanted_reads", "spec", "compat"],  # higher orders differentiate the code of xla
     "select": ["xla", "triton", "mosaic_gpu", "spec", "compat"],
     "xla": ["tiles", "spec", "compat"],
     "triton": ["tiles", "spec", "compat", "xla.tangent"],  # it has no tangent kernel of its own yet

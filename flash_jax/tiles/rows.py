@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flash_jax.spec import OWN_RANK, Operands
+from flash_jax.tiles.sums import sum_to
 
 ROW_SUMS = ("scale", "alibi_slopes")
 """Gradients that are sums over entries of ds times a number of the entry's own."""
@@ -42,9 +43,18 @@ def shared_gradient(sums: RowSums, total: jax.Array) -> jax.Array:
     return sums.weighted_ds - (sums.ds - total) * sums.weighted_p
 
 
-def needed_sums(operands: Operands, leads: dict, S: int) -> tuple[str, ...]:
-    """Which sums over each row the wanted gradients need: "ds" alone, or "scale" and "alibi_slopes", of two each."""
-    own = tuple(name for name in ROW_SUMS if name in leads)
+def row_gradient(sums: dict[str, jax.Array], name: str, row: tuple) -> jax.Array:
+    """`shared_gradient` of the sums called `name`, 0 on dead rows; `row` as in `shared_gradients`."""
+    _, total, _, dead = row
+    return jnp.where(dead, 0, shared_gradient(RowSums(sums["ds_sums"][0], *sums[f"{name}_sums"]), total))
+
+
+def needed_sums(operands: Operands, leads: dict, S: int, reads: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Which sums over each row the wanted gradients need: "ds" alone, or "scale" and "alibi_slopes", of two each.
+
+    `reads` names further ones, of what a score_mod reads by row.
+    """
+    own = (*(name for name in ROW_SUMS if name in leads), *reads)
     rows_of_bias = by_rows(operands, leads, S) and operands.sinks is not None
     return ("ds", *own) if own or "sinks" in leads or rows_of_bias else ()
 
@@ -63,8 +73,7 @@ def shared_gradients(operands: Operands, leads: dict, sums: dict[str, jax.Array]
     found = {}
     for name in ROW_SUMS:
         if name in leads:
-            entries = shared_gradient(RowSums(sums["ds_sums"][0], *sums[f"{name}_sums"]), total)
-            entries = jnp.where(dead, 0, entries)
+            entries = row_gradient(sums, name, row)
             found[name] = entries.sum((-1, -2)) if name == "scale" else entries.sum(-1)
     if p_sink is not None and "ds_sums" in sums:
         delta = delta + jnp.where(dead, 0, sums["ds_sums"][0] - total)  # without the rounding of `out`
@@ -89,9 +98,3 @@ def row_norm(p_sum: jax.Array, p_sink: jax.Array | None) -> jax.Array:
     """What the p of a row, the sink's share among them, must be multiplied by to add up to 1; 1 on rows without any."""
     total = p_sum if p_sink is None else p_sum + p_sink
     return lax.stop_gradient(jnp.where(total == 0, 1, 1 / jnp.where(total == 0, 1, total)))
-
-
-def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x summed over the dims that have size 1 in `shape`."""
-    dims = tuple(d for d, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
-    return x.sum(dims, keepdims=True) if dims else x

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles.mods import TileMod
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -50,7 +51,8 @@ class Scoring:
 
     `plain` is whether the score is scale * (q . k) and no more. `biased` is whether a bias is among what is added:
     where that is -inf the score is, also of a NaN in a row that the bias so excludes. `quick` asks for a tanh of a few
-    instructions, relative error 5e-7, which is enough for 16-bit inputs; it is not for differentiating.
+    instructions, relative error 5e-7, which is enough for 16-bit inputs; it is not for differentiating. `modified` is
+    whether there is a score_mod, which may make any score -inf.
     """
 
     scale: Scale
@@ -58,33 +60,46 @@ class Scoring:
     plain: bool
     biased: bool = False
     quick: bool = False
+    modified: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands, quick: bool = False) -> "Scoring":
         """The scoring that `spec` and `operands` (arrays, scalars or refs) ask for."""
-        plain = spec.softcap is None and operands.bias is None and operands.alibi_slopes is None
-        return cls(split_scale(spec, operands), spec.softcap, plain, operands.bias is not None, quick)
+        modified = spec.score_mod is not None
+        plain = spec.softcap is None and operands.bias is None and operands.alibi_slopes is None and not modified
+        return cls(split_scale(spec, operands), spec.softcap, plain, operands.bias is not None, quick, modified)
 
     @property
     def multiplier(self) -> float | jax.Array:
         """What brings raw scores to base 2."""
         return self.scale.multiplier if self.plain else LOG2_E
 
-    def natural(self, product: jax.Array, addend: jax.Array | None) -> jax.Array:
-        """The score of products q . k; `addend` is bias and alibi of the tile, None without both."""
+    def capped(self, product: jax.Array) -> jax.Array:
+        """The score of products q . k after the softcap, as a score_mod gets it."""
         score = product * self.scale.value
         if self.softcap is not None:
             score = self.softcap * self._tanh(score * (1 / self.softcap))
+        return score
+
+    def natural(self, product: jax.Array, addend: jax.Array | None, mod: TileMod | None) -> jax.Array:
+        """The score of products q . k; `addend` is bias and alibi of the tile, None without both."""
+        score = self.capped(product)
+        if mod is not None:
+            score = mod.score(score)
         if addend is None:
             return score
         return jnp.where(addend == -jnp.inf, -jnp.inf, score + addend) if self.biased else score + addend
 
-    def slope(self, product: jax.Array) -> jax.Array | None:
-        """d score / d (scale * product) = 1 - tanh^2, None where it is 1."""
-        if self.softcap is None:
-            return None
-        t = self._tanh(product * self.scale.value * (1 / self.softcap))
-        return 1 - t * t
+    def slope(self, product: jax.Array, mod: TileMod | None) -> jax.Array | None:
+        """d score / d (scale * product): 1 - tanh^2, times what a score_mod makes of it; None where it is 1."""
+        slope = None
+        if self.softcap is not None:
+            t = self._tanh(product * self.scale.value * (1 / self.softcap))
+            slope = 1 - t * t
+        if mod is not None:
+            own = mod.slope(self.capped(product))
+            slope = own if slope is None else slope * own
+        return slope
 
     def _tanh(self, x: jax.Array) -> jax.Array:
         if not self.quick:
@@ -99,6 +114,7 @@ class Scoring:
         product: jax.Array,
         lse: jax.Array,
         addend: jax.Array | None,
+        mod: TileMod | None,
         allowed: jax.Array | None,
         dtype: jnp.dtype,
     ) -> jax.Array:
@@ -107,18 +123,18 @@ class Scoring:
         Args:
           product: [..., block_q, block_kv] (or transposed), q . k without the scale.
           lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
-          addend: see `natural`.
+          addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
           dtype: of the inputs. For 16-bit ones everything is in base 2, and a plain score is brought there beforehand,
             which leaves a multiply-add for each entry and rounds it once more: that matters only for scores in the
             thousands. Wider ones subtract first and stay with e, since each change of base would round what it changes.
         """
         if jnp.dtype(dtype).itemsize >= 4:
-            score, exp = self.natural(product, addend) - lse, jnp.exp
+            score, exp = self.natural(product, addend, mod) - lse, jnp.exp
         elif self.plain:
             score, exp = product * (self.scale.value * LOG2_E) - lse * LOG2_E, jnp.exp2
         else:
-            score, exp = (self.natural(product, addend) - lse) * LOG2_E, jnp.exp2
+            score, exp = (self.natural(product, addend, mod) - lse) * LOG2_E, jnp.exp2
         score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 

@@ -6,8 +6,11 @@ import numpy as np
 
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import rows, softmax
-from flash_jax.tiles.rows import by_rows, needed_sums, refine, shared_gradients, sum_to
+from flash_jax.tiles.mods import dense_shape, gradients, wanted_reads
+from flash_jax.tiles.rows import by_rows, needed_sums, refine, row_gradient, shared_gradients
+from flash_jax.tiles.sums import sum_to
 from flash_jax.triton.dbias import bias_pass
+from flash_jax.triton.diagonals import diagonal_pass
 from flash_jax.triton.dkv import key_value_pass
 from flash_jax.triton.dq import query_pass
 from flash_jax.triton.entries import Residuals
@@ -24,12 +27,13 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the inputs named in `wanted`, with the leading dims given there; launches only what they need."""
     q, k, v, operands = primals
-    arrays = zip((q, k, v, out_ct, lse), (3, 3, 3, 3, 2), strict=True)
-    lead = np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in arrays), *leads(operands))
+    count = q.ndim - 3
+    lead = np.broadcast_shapes(*(x.shape[:count] for x in (q, k, v, out_ct, lse)), *leads(operands, count))
     dead = softmax.dead_rows(out, lse, operands.sinks)
     delta = softmax.delta(out, out_ct, dead, lse_ct)
     p_sink = None if operands.sinks is None else rows.sink_probability(operands.sinks, lse)
-    if operands.bias is not None:  # rows that only the bias makes dead may hold NaN; other reasons the tiles know
+    # Rows that only the bias or a score_mod makes dead may hold NaN; other reasons the tiles know.
+    if operands.bias is not None or spec.score_mod is not None:
         q, out_ct = (jnp.where(jnp.swapaxes(dead, -1, -2)[..., None], 0, x) for x in (q, out_ct))
     residuals = Residuals(q, k, v, out_ct.astype(q.dtype), softmax.dead_to_inf(lse, dead), delta)
     if q.dtype == jnp.float32:
@@ -39,27 +43,39 @@ def backward(
         out_ct = out_ct * jnp.swapaxes(norm, -1, -2)[..., None]
         residuals = residuals._replace(out_ct=out_ct, delta=delta * norm)
 
-    found, sums = {}, {}
-    names = needed_sums(operands, wanted, k.shape[-3])
+    reads = {f"read.{n}": x for n, x in wanted_reads(spec.score_mod, wanted).items()}
+    of = lambda kind: tuple(name for name, x in reads.items() if x.kind == kind)  # noqa: E731
+    found, sums, entries = {}, {}, {}
+    names = needed_sums(operands, wanted, k.shape[-3], of("rows"))
     if "query" in wanted or names:
         dtype = _dtype(q, wanted.get("query"), lead) if "query" in wanted else None
         found["query"], sums = query_pass(residuals, operands, lead, names, dtype, spec)
     kind = _kind_of_bias(operands, wanted, k.shape[-3])
-    if "key" in wanted or "value" in wanted or kind == "columns":
+    columns = (("bias",) if kind == "columns" else ()) + of("columns")
+    if "key" in wanted or "value" in wanted or columns:
         dtypes = _dtype(k, wanted.get("key"), lead), _dtype(v, wanted.get("value"), lead)
-        found["key"], found["value"], column = key_value_pass(
-            residuals, operands, lead, dtypes, kind == "columns", spec
-        )
-        if column is not None:
-            heads = 1 if operands.bias is None else operands.bias.shape[-3]
-            found["bias"] = sum_to(column[..., None, :], (*wanted["bias"], heads, 1, k.shape[-3]))
+        found["key"], found["value"], entries = key_value_pass(residuals, operands, lead, dtypes, columns, spec)
+        if kind == "columns":
+            column = entries.pop("bias")[..., None, :]
+            found["bias"] = sum_to(column, (*wanted["bias"], operands.bias.shape[-3], 1, k.shape[-3]))
     if kind == "dense":
-        found["bias"] = bias_pass(residuals, operands, lead, wanted["bias"], spec)
+        bias = jax.ShapeDtypeStruct((*wanted["bias"], *operands.bias.shape[-3:]), operands.bias.dtype)
+        found["bias"] = bias_pass(residuals, operands, lead, bias, spec)
+    entries |= {name: diagonal_pass(residuals, operands, lead, spec, name) for name in of("diagonals")}
+    for name in of("dense"):
+        shape = dense_shape(reads[name], wanted, spec.score_mod.batch, (q.shape[-2], q.shape[-3], k.shape[-3]))
+        target = jax.ShapeDtypeStruct(shape, jnp.float32)
+        entries[name] = bias_pass(residuals, operands, lead, target, spec, name)
 
     total = jnp.where(dead, 0, rows.row_total(delta, lse_ct, p_sink))
+    row = delta, total, p_sink, dead
     shared = {name: own for name, own in wanted.items() if name not in found}
-    found |= shared_gradients(operands, shared, sums, (delta, total, p_sink, dead), lse_ct)
-    inputs = dict(vars(operands), query=q, key=k, value=v)
+    found |= shared_gradients(operands, shared, sums, row, lse_ct)
+    entries |= {name: row_gradient(sums, name, row) for name in of("rows")}
+    if mod := spec.score_mod or spec.mask_mod:
+        pairs = {name: (reads[name], x) for name, x in entries.items()}
+        found |= gradients(pairs, operands.mods, wanted, mod.batch, (q.shape[-3], k.shape[-3]))
+    inputs = dict(operands.items(), query=q, key=k, value=v)
     return {
         name: sum_to(found[name], own + found[name].shape[len(own) :]).astype(inputs[name].dtype)
         for name, own in wanted.items()

@@ -10,21 +10,23 @@ from jax.experimental import pallas as pl
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import masks
 from flash_jax.triton import columns
-from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product
+from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
 
-def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_ref, *, spec, tile, shape):
+def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_refs, *, spec, tile, shape):
     """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
 
     One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
     stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
-    examples). `column_ref` (None where not wanted) takes the sum of dS over the rows, for each query head: the gradient
-    of a bias that is the same for all queries.
+    examples). `column_refs`, by name, take sums over the rows for each query head: "bias" that of dS, the gradient of a
+    bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
+    n-th read of the score_mod gives.
     """
-    reader = Reader.of(extra, spec, shape, tile, transposed=True)
+    at = pl.program_id(2), pl.program_id(1) * shape.groups
+    reader = Reader.of(extra, spec, shape, tile, at, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
     j = pl.program_id(0)
     col = j * tile.block_kv
@@ -37,7 +39,7 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
     def body(i, carry, head, masked):
-        dk, dv, column = carry
+        dk, dv, sums = carry
         row = i * tile.block_q
         view = reader.view(row, col, masked, head)
         here = pl.ds(row, tile.block_q)
@@ -48,20 +50,23 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         p, p_kept = probabilities(qk, lse[None, :], view, scoring, spec, refs.k.dtype)
         dv = columns.add_product(dv, p_kept, out_ct, spec)
         ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, spec)
-        column = None if column is None else column + ds.sum(axis=1)
-        return columns.add_product(dk, to_product(ds, qk, view, scoring), q, spec), dv, column
+        sums = {
+            name: x + (ds if name == "bias" else ds * weight_of_read(name, qk, view, scoring)).sum(axis=1)
+            for name, x in sums.items()
+        }
+        return columns.add_product(dk, to_product(ds, qk, view, scoring), q, spec), dv, sums
 
-    seen = reader.q_range(j)
+    same = reader.q_range(j) if extra.tiles is None else None  # what all heads of the group see
 
     def one_head(head, carry):
         head = jnp.asarray(head, jnp.int32)  # under jax_enable_x64 a loop counts in 64 bits
-        column = None if column_ref is None else jnp.zeros((tile.block_kv,), jnp.float32)
-        *carry, column = over_tiles(
-            seen, functools.partial(body, head=head), (*carry, column), whole=shape.T >= tile.block_q
-        )
-        if column_ref is not None:
-            column = column if inside is None else jnp.where(inside, column, 0)
-            store_stats(column_ref.at[head, pl.ds(jnp.zeros((), jnp.int32), tile.block_kv)], column, within)
+        sums = {name: jnp.zeros((tile.block_kv,), jnp.float32) for name in column_refs}
+        seen = reader.q_list(j, head) if same is None else same
+        whole = shape.T >= tile.block_q
+        *carry, sums = over_tiles(seen, functools.partial(body, head=head), (*carry, sums), whole=whole)
+        for name, x in sums.items():
+            x = x if inside is None else jnp.where(inside, x, 0)
+            store_stats(column_refs[name].at[head, pl.ds(jnp.zeros((), jnp.int32), tile.block_kv)], x, within)
         return tuple(carry)
 
     dk = columns.zeros(tile.block_kv, shape.D, refs.k.dtype)
@@ -83,14 +88,14 @@ def key_value_pass(
     operands: Operands,
     lead: tuple[int, ...],
     dtypes: tuple[jnp.dtype, jnp.dtype],
-    columns_wanted: bool,
+    columns_wanted: tuple[str, ...],
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(dk, dv) of `dtypes`, and the sum of ds over each column [..., H, S] where wanted, with all leading dims."""
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(dk, dv) of `dtypes`, and the named sums over each column [..., H, S], with all leading dims."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
     tile = tile_for("dkv", spec, q, k, v, operands)
-    extra = inputs(operands, tile)
+    extra = inputs(operands, tile, shape, spec, by="key")
 
     def place(j, h):
         return j, h
@@ -99,7 +104,7 @@ def key_value_pass(
         return 0, h  # the h-th block of `groups` query heads
 
     dk, dv = (output((*lead, *x.shape[-3:]), dtype, x) for x, dtype in zip((k, v), dtypes, strict=True))
-    column = output((*lead, shape.H, shape.S), jnp.float32, k) if columns_wanted else None
+    column = output((*lead, shape.H, shape.S), jnp.float32, k)
     block = Residuals(
         shape.rows(q, None, shape.groups, whole),
         shape.rows(k, tile.block_kv, None, place),
@@ -116,16 +121,13 @@ def key_value_pass(
             (
                 shape.rows(dk, tile.block_kv, None, place),
                 shape.rows(dv, tile.block_kv, None, place),
-                None if column is None else shape.stats(column, tile.block_kv, shape.groups, place),
+                {name: shape.stats(column, tile.block_kv, shape.groups, place) for name in columns_wanted},
             ),
         ),
-        (flat_output(dk, 3), flat_output(dv, 3), None if column is None else flat_output(column, 2)),
+        (flat_output(dk, 3), flat_output(dv, 3), {name: flat_output(column, 2) for name in columns_wanted}),
         tile,
         spec,
     )
-    dk_flat, dv_flat, column_flat = call(flattened(extra), residuals.flattened())
-    return (
-        dk_flat.reshape(dk.shape),
-        dv_flat.reshape(dv.shape),
-        None if column is None else column_flat.reshape(column.shape),
-    )
+    dk_flat, dv_flat, sums = call(flattened(extra, shape), residuals.flattened())
+    sums = {name: x.reshape(column.shape) for name, x in sums.items()}
+    return dk_flat.reshape(dk.shape), dv_flat.reshape(dv.shape), sums

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import columns
-from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product
+from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.forward import q_tile
 from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
@@ -19,10 +19,11 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
     """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
 
     One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
-    `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale" and "alibi_slopes" those of x dS and x P,
-    with x = q . k (bent by the softcap) and x = -distance. dq_ref is None where only these are wanted.
+    `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale", "alibi_slopes" and "read.n" those of x dS
+    and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what the
+    n-th read of the score_mod gives. dq_ref is None where only these are wanted.
     """
-    reader = Reader.of(extra, spec, shape, tile)
+    reader = Reader.of(extra, spec, shape, tile, at=(pl.program_id(2), pl.program_id(1)))
     scoring = reader.scoring(refs.q.dtype)
     i = q_tile(pl.program_id(0), shape, tile, spec)
     row = i * tile.block_q
@@ -43,6 +44,7 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
         p, _ = probabilities(qk, lse[:, None], view, scoring, spec, refs.q.dtype)
         ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
+        entries |= {n: functools.partial(weight_of_read, n, qk, view, scoring) for n in sums if n.startswith("read.")}
         sums = {name: _add_sums(total, name, p, ds, entries) for name, total in sums.items()}
         if dq is not None:
             dq = columns.add_product(dq, to_product(ds, qk, view, scoring), k, spec)
@@ -80,7 +82,7 @@ def query_pass(
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
     tile = tile_for("dq", spec, q, k, v, operands)
-    extra = inputs(operands, tile)
+    extra = inputs(operands, tile, shape, spec)
 
     def place(i, h):
         return q_tile(i, shape, tile, spec), h
@@ -116,6 +118,6 @@ def query_pass(
         spec,
         None if dq is not None else "flash_attention_row_sums_kernel",
     )
-    dq_flat, sums_flat = call(flattened(extra), residuals.flattened())
+    dq_flat, sums_flat = call(flattened(extra, shape), residuals.flattened())
     found = {f"{name}_sums": jnp.stack([x.reshape(stat.shape) for x in xs]) for name, xs in sums_flat.items()}
     return None if dq is None else dq_flat.reshape(dq.shape), found

@@ -30,7 +30,7 @@ def probabilities(
     qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, spec: AttentionSpec, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """P = exp(S - L) of a tile before and after dropout; `lse` broadcasts against the tile."""
-    p = scoring.probability(qk, lse, view.addend, view.allowed, dtype)
+    p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed, dtype)
     return p, p if view.kept is None else jnp.where(view.kept, p * (1 / (1 - spec.dropout_rate)), 0)
 
 
@@ -43,9 +43,15 @@ def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, view: View, sp
 
 
 def to_product(ds: jax.Array, qk: jax.Array, view: View, scoring: Scoring) -> jax.Array:
-    """The gradient of scale * (q . k) from that of the score: less where the softcap has bent it."""
-    slope = scoring.slope(qk)
+    """The gradient of scale * (q . k) from that of the score: what the softcap and the score_mod make of it."""
+    slope = scoring.slope(qk, view.mod)
     if slope is None:
         return ds
     # Selected once more: where q . k is NaN the slope is, too.
     return ds * slope if view.forbidden is None else jnp.where(view.forbidden, 0, ds * slope)
+
+
+def weight_of_read(name: str, qk: jax.Array, view: View, scoring: Scoring) -> jax.Array:
+    """d score / d (what a read of the score_mod gives), by its name, "read.0" or the like."""
+    weight = view.mod.weight(scoring.capped(qk), int(name.removeprefix("read.")))
+    return weight if view.forbidden is None else jnp.where(view.forbidden, 0, weight)

@@ -26,7 +26,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     that do not; tiles with nothing visible are not visited.
     """
     q_ref, k_ref, v_ref = arrays
-    reader = Reader.of(extra, spec, shape, tile)
+    reader = Reader.of(extra, spec, shape, tile, at=(pl.program_id(2), pl.program_id(1)))
     scoring = reader.scoring(q_ref.dtype)
     i = q_tile(pl.program_id(0), shape, tile, spec)
     row = i * tile.block_q
@@ -44,12 +44,11 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         k = columns.load(k_ref, here, view.keep, shape.D)
         raw = columns.inner(q, k, spec)  # [block_q, block_kv]
         if not scoring.plain:
-            raw = scoring.natural(raw, view.addend)
+            raw = scoring.natural(raw, view.addend, view.mod)
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
-        p, shrink, row_max, row_sum = softmax.step(
-            raw, row_max, row_sum, scoring.multiplier, masked=masked or extra.operands.bias is not None
-        )
+        empty = masked or scoring.biased or scoring.modified  # whether a row may still have seen nothing
+        p, shrink, row_max, row_sum = softmax.step(raw, row_max, row_sum, scoring.multiplier, masked=empty)
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
         v = columns.load(v_ref, here, view.keep, shape.Dv)
@@ -91,10 +90,10 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """out [..., T, H, Dv] in query's dtype and lse [..., H, T] float32."""
     arrays = (q, k, v)
-    lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *leads(operands))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *leads(operands, q.ndim - 3))
     shape = Shape.of(q, k, v, lead)
     tile = tile_for("forward", spec, q, k, v, operands)
-    extra = inputs(operands, tile)
+    extra = inputs(operands, tile, shape, spec)
 
     def place(i, h):
         return q_tile(i, shape, tile, spec), h
@@ -122,5 +121,5 @@ def forward(
         tile,
         spec,
     )
-    out_flat, lse_flat = call(flattened(extra), tuple(flat(x, 3) for x in arrays))
+    out_flat, lse_flat = call(flattened(extra, shape), tuple(flat(x, 3) for x in arrays))
     return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)

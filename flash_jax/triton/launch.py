@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec
+from flash_jax.tiles.block_map import TileList
 from flash_jax.tiles.masks import Int, TileRange
 from flash_jax.triton.columns import width
 from flash_jax.triton.tiling import Tile
@@ -123,12 +124,15 @@ def store_stats(ref: Any, x: jax.Array, keep: jax.Array | None) -> None:
     plgpu.store(ref, x, mask=keep)
 
 
-def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> Any:
-    """Runs `carry = body(tile, carry, masked=...)` over the tiles of a range, those that need a mask first.
+def over_tiles(seen: TileRange | TileList, body: Callable, carry: Any, *, whole: bool) -> Any:
+    """Runs `carry = body(tile, carry, masked=...)` over the tiles of a range or list, those that need a mask first.
 
     `whole` is whether the array holds even one whole tile: if not, none can be read without a mask.
     """
     masked, full = functools.partial(body, masked=True), functools.partial(body, masked=False)
+    if isinstance(seen, TileList):
+        carry = _loop(seen.full, seen.stop, lambda n, carry: masked(seen.tile(n), carry), carry)
+        return _loop(jnp.zeros((), jnp.int32), seen.full, lambda n, carry: full(seen.tile(n), carry), carry)
     carry = _loop(seen.start, seen.full_start, masked, carry)
     carry = _loop(seen.full_stop, seen.stop, masked, carry)
     return _loop(seen.full_start, seen.full_stop, full, carry) if whole else carry

@@ -6,20 +6,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
-from flash_jax.tiles import dropout, masks, ranges
+from flash_jax.spec import OWN_RANK, AttentionSpec, Mod, Operands
+from flash_jax.tiles import block_map, dropout, masks, ranges
+from flash_jax.tiles.block_map import TileList
 from flash_jax.tiles.masks import Geometry, Int, Slots, TileRange
+from flash_jax.tiles.mods import TileMod, evaluate
 from flash_jax.tiles.scores import Scoring
 from flash_jax.triton.launch import Shape, flat
 from flash_jax.triton.tiling import Tile, padded
 
 _SLOT_DIMS = {
     "bias": 2, "mask": 2, "dropout_words": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
-    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "q_summary": 2, "kv_summary": 2,
+    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "q_summary": 2, "kv_summary": 2, "tiles": 2,
 }  # fmt: skip
 """Dims of a ref that remain when one example and one head are chosen."""
 
@@ -27,20 +30,31 @@ _SCANNED_AT_ONCE = 1024  # tiles that one step of the search for visible ones ju
 
 
 class Inputs(NamedTuple):
-    """The optional operands of a kernel and summaries of its tiles (see tiles/ranges.py); arrays, specs or refs."""
+    """The optional operands of a kernel and what is known of its tiles; arrays, specs or refs.
+
+    Summaries of tiles are those of tiles/ranges.py. Where there is a block map, `tiles` says instead which to visit:
+    lists for each query tile, or for each key tile, or the state of each pair (see tiles/block_map.py).
+    """
 
     operands: Operands
     q_summary: Any
     kv_summary: Any
+    tiles: Any
 
 
-def inputs(operands: Operands, tile: Tile) -> Inputs:
-    """The arrays, with their leading dims as they are."""
+def inputs(operands: Operands, tile: Tile, shape: Shape, spec: AttentionSpec, by: str = "query") -> Inputs:
+    """The arrays, with their leading dims as they are; `by` is "query", "key" or "pair", see `Inputs`."""
+    arrays, blocks = _narrow(operands), (tile.block_q, tile.block_kv)
+    if operands.block_map is not None:
+        found = block_map.states(operands, spec, (shape.T, shape.S), blocks)
+        if by != "pair":
+            found = block_map.lists(found if by == "query" else jnp.swapaxes(found, -1, -2))
+        return Inputs(dataclasses.replace(arrays, block_map=None), None, None, found)
     if not ranges.is_scanned(operands):
-        return Inputs(_narrow(operands), None, None)
+        return Inputs(arrays, None, None, None)
     q_summary = ranges.summary(operands.q_positions, operands.q_segment_ids, tile.block_q)
     kv_summary = ranges.summary(operands.kv_positions, operands.kv_segment_ids, tile.block_kv)
-    return Inputs(_narrow(operands), q_summary, kv_summary)
+    return Inputs(arrays, q_summary, kv_summary, None)
 
 
 def _narrow(operands: Operands) -> Operands:
@@ -51,38 +65,31 @@ def _narrow(operands: Operands) -> Operands:
     return dataclasses.replace(operands, mask=mask.astype(jnp.int16))
 
 
-def flattened(x: Inputs) -> Inputs:
+def flattened(x: Inputs, shape: Shape) -> Inputs:
     """The arrays with their leading dims flattened into one."""
-    o = Operands(**{name: v if v is None else flat(v, OWN_RANK[name]) for name, v in vars(x.operands).items()})
-    return Inputs(o, *(s if s is None else flat(s, 2) for s in x[1:]))
+    count = len(shape.lead)
+    return jax.tree.map(lambda v: flat(v, v.ndim - count), x)
 
 
 def specs(x: Inputs, shape: Shape, groups: int | None) -> Inputs:
     """Block specs for a grid (tiles, heads, examples): all slots of the example, and one head, or `groups` of them."""
 
     def spec(name, v):
-        rank = OWN_RANK[name]
-        own, example = v.shape[v.ndim - rank :], shape.example(v.shape[: v.ndim - rank])
-        if rank == 0:
-            return pl.BlockSpec((None,), lambda t, h, b: (example(b),))
+        lead = v.shape[: len(shape.lead)]
+        own, example = v.shape[len(lead) :], shape.example(lead)
         if name in ("alibi_slopes", "sinks"):
             return pl.BlockSpec((None, groups), lambda t, h, b: (example(b), h))
         if name == "dropout_words":
             return pl.BlockSpec((None, groups, 2), lambda t, h, b: (example(b), h, 0))
-        if rank == 1:
-            return pl.BlockSpec((None, *own), lambda t, h, b: (example(b), 0))
-        if own[0] == 1:
+        if name in ("bias", "mask", "tiles") and own[0] > 1:
+            return pl.BlockSpec((None, groups, *own[1:]), lambda t, h, b: (example(b), h, 0, 0))
+        if name in ("bias", "mask", "tiles"):
             return pl.BlockSpec((None, None, *own[1:]), lambda t, h, b: (example(b), 0, 0, 0))
-        return pl.BlockSpec((None, groups, *own[1:]), lambda t, h, b: (example(b), h, 0, 0))
+        return pl.BlockSpec((None, *own), lambda t, h, b: (example(b), *(0,) * len(own)))
 
-    def summary_spec(v):
-        if v is None:
-            return None
-        example = shape.example(v.shape[:-2])
-        return pl.BlockSpec((None, *v.shape[-2:]), lambda t, h, b: (example(b), 0, 0))
-
-    o = Operands(**{name: v if v is None else spec(name, v) for name, v in vars(x.operands).items()})
-    return Inputs(o, *map(summary_spec, x[1:]))
+    names = x._fields[1:]
+    rest = (v if v is None else spec(name, v) for name, v in zip(names, x[1:], strict=True))
+    return Inputs(x.operands.map(spec), *rest)
 
 
 class View(NamedTuple):
@@ -98,6 +105,7 @@ class View(NamedTuple):
     addend: jax.Array | None
     distance: Any  # of positions, where there are alibi slopes
     kept: jax.Array | None
+    mod: TileMod | None  # score_mod
 
     def guarded(self) -> "View":
         """The view, of whose entries that are not allowed any may be NaN."""
@@ -108,8 +116,9 @@ class View(NamedTuple):
 class Reader:
     """Reads the operands of one example in a kernel.
 
-    With `transposed`, tiles are [block_kv, block_q] and queries stream past; otherwise keys do. `example` gives, by
-    name, the index of the example in refs that hold them all; None where refs hold the one of this program.
+    With `transposed`, tiles are [block_kv, block_q] and queries stream past; otherwise keys do. `at` is the example,
+    counted over all leading dims, and the first head in sight. `example` gives, by name, the index of the example in
+    refs that hold them all; None where refs hold the one of this program.
     """
 
     inputs: Inputs
@@ -118,6 +127,7 @@ class Reader:
     spec: AttentionSpec
     shape: Shape
     tile: Tile
+    at: tuple[Int, Int]
     transposed: bool
     example: Callable[[str], Int] | None
 
@@ -128,32 +138,40 @@ class Reader:
         spec: AttentionSpec,
         shape: Shape,
         tile: Tile,
+        at: tuple[Int, Int],
         transposed: bool = False,
         example: Callable[[str], Int] | None = None,
     ) -> "Reader":
         """The reader of a kernel's refs."""
 
         def read(name, ref):
-            if ref is None or OWN_RANK[name]:
+            if OWN_RANK.get(name) != 0:
                 return ref
             return ref[...] if example is None else ref[example(name)]
 
-        numbers = Operands(**{name: read(name, ref) for name, ref in vars(x.operands).items()})
+        numbers = x.operands.map(read)
         geometry = Geometry.of(spec, numbers, shape.T, shape.S)
-        return cls(x, numbers, geometry, spec, shape, tile, transposed, example)
+        return cls(x, numbers, geometry, spec, shape, tile, at, transposed, example)
 
     @property
     def closed(self) -> bool:
         """Whether a closed form says what a tile that needs a mask allows."""
-        return not ranges.is_scanned(self.numbers) and self.numbers.mask is None
+        return not ranges.is_scanned(self.numbers) and not self.dense
+
+    @property
+    def dense(self) -> bool:
+        """Whether any entry may be masked, by a mask or by a mask_mod."""
+        return self.numbers.mask is not None or self.spec.mask_mod is not None
 
     def scoring(self, dtype: Any) -> Scoring:
         """How the call makes scores, for inputs of `dtype`."""
         return Scoring.of(self.spec, self.numbers, quick=jnp.dtype(dtype).itemsize < 4)
 
-    def kv_range(self, i: Int) -> TileRange:
+    def kv_range(self, i: Int) -> TileRange | TileList:
         """The key/value tiles that query tile i attends."""
         tile = self.tile
+        if self.inputs.tiles is not None:
+            return self._list(i, None)
         if ranges.is_scanned(self.numbers):
             found = self._scan(i, pl.cdiv(self.shape.S, tile.block_kv), by_query=True)
         else:
@@ -161,7 +179,7 @@ class Reader:
         return self._all_masked(found)
 
     def q_range(self, j: Int) -> TileRange:
-        """The query tiles that attend key/value tile j."""
+        """The query tiles that attend key/value tile j, where there is no block map."""
         tile = self.tile
         if ranges.is_scanned(self.numbers):
             found = self._scan(j, pl.cdiv(self.shape.T, tile.block_q), by_query=False)
@@ -169,8 +187,23 @@ class Reader:
             found = masks.q_range(j * tile.block_kv, tile.block_q, tile.block_kv, self.geometry, self.spec)
         return self._all_masked(found)
 
-    def visible(self, i: Int, j: Int) -> bool | jax.Array:
-        """Whether query tile i may attend anything of key/value tile j."""
+    def q_list(self, j: Int, head: Int) -> TileList:
+        """The query tiles that attend key/value tile j by the block map; `head` is the one to choose of several."""
+        return self._list(j, head)
+
+    def _list(self, own: Int, head: Int | None) -> TileList:
+        """The tiles of the other side that tile number `own` of this side meets."""
+        at = (*self._prefix("tiles", head), own)
+
+        def entry(n):
+            return self.inputs.tiles[(*at, jnp.asarray(n, jnp.int32))]
+
+        return TileList(lambda n: entry(n + 2), entry(0), entry(1))
+
+    def visible(self, i: Int, j: Int, head: Int) -> bool | jax.Array:
+        """Whether query tile i may attend anything of key/value tile j; for refs that hold all examples and heads."""
+        if self.inputs.tiles is not None:
+            return self.inputs.tiles[(*self._prefix("tiles", head), i, j)].astype(jnp.int32) != block_map.SKIPPED
         if ranges.is_scanned(self.numbers):
             return self._judge(self._bounds(i, True), self._bounds(j, False))[0]
         tile = self.tile
@@ -178,8 +211,8 @@ class Reader:
         return (found.start <= j) & (j < found.stop)
 
     def _all_masked(self, found: TileRange) -> TileRange:
-        """With a dense mask no tile is known to be full."""
-        if self.numbers.mask is None:
+        """With a dense mask or a mask_mod no tile is known to be full."""
+        if not self.dense:
             return found
         return TileRange(found.start, found.stop, found.stop, found.stop)
 
@@ -226,7 +259,7 @@ class Reader:
         o, tile = self.numbers, self.tile
         rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
-        allowed = keep = addend = distance = kept = None
+        allowed = keep = addend = distance = kept = mod = None
         read = masked or o.alibi_slopes is not None
         r, c = self._slots(rows, row, True, read), self._slots(cols, col, False, read)
         if masked:
@@ -234,6 +267,9 @@ class Reader:
             if o.mask is not None:
                 seen = self._dense("mask", row, col, masked, head)
                 allowed &= seen if seen.dtype == jnp.bool_ else seen != 0
+            if self.spec.mask_mod is not None:
+                place = self._coordinates(self.spec.mask_mod, r, c, head)
+                allowed &= evaluate(self.spec.mask_mod, list(place), self._read)
             keep = self._keep(allowed, rows, cols, row, col)
         if o.bias is not None:
             addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
@@ -245,8 +281,29 @@ class Reader:
             prefix = self._prefix("dropout_words", head)
             row_word, col_word = (o.dropout_words[(*prefix, jnp.asarray(n, jnp.int32))] for n in (0, 1))
             kept = dropout.kept(row_word, col_word, r.slot, c.slot, self.spec.dropout_rate)
+        if self.spec.score_mod is not None:
+            place = self._coordinates(self.spec.score_mod, r, c, head)
+            mod = TileMod.of(self.spec.score_mod, place, self._read, jnp.float32)
         forbidden = None if allowed is None or self.closed else ~allowed
-        return View(allowed, forbidden, keep, addend, distance, kept)
+        return View(allowed, forbidden, keep, addend, distance, kept, mod)
+
+    def _coordinates(self, mod: Mod, rows: Slots, cols: Slots, head: Any) -> tuple:
+        """Batch, head, q index and k index, as the user's function counts them."""
+        example, first = (jnp.asarray(x, jnp.int32) for x in self.at)
+        count = int(np.prod(mod.batch, dtype=np.int64))  # further leading dims, in front, are vmap's
+        example = lax.rem(example, jnp.full_like(example, count)) if count > 1 else jnp.zeros((), jnp.int32)
+        return example, first if head is None else first + head, rows.slot, cols.slot
+
+    def _read(self, operand: int, index: list) -> jax.Array:
+        """The entries of one of `mods`; an index outside is moved to the nearest end."""
+        ref = self.numbers.mods[operand]
+        prefix = () if self.example is None else (self.example(f"mods.{operand}"),)
+        sizes = ref.shape[len(prefix) :]
+        index = [jnp.clip(x, 0, n - 1) for x, n in zip(index, sizes, strict=True)]
+        shape = np.broadcast_shapes(*(x.shape for x in index))
+        if shape:
+            index = [jnp.broadcast_to(x, shape) for x in index]
+        return ref[(*prefix, *index) or ...]
 
     def _keep(self, allowed, rows, cols, row, col):
         """Which of the streaming slots take part in the tile."""
@@ -259,7 +316,7 @@ class Reader:
 
     def _prefix(self, name: str, head: Any = None) -> tuple:
         """The indices that choose this example and head in the ref called `name`."""
-        ref = getattr(self.inputs, name) if name.endswith("summary") else getattr(self.numbers, name)
+        ref = getattr(self.inputs, name) if name in Inputs._fields else getattr(self.numbers, name)
         prefix = () if self.example is None else (self.example(name),)
         if len(ref.shape) - len(prefix) > _SLOT_DIMS[name]:
             prefix = (*prefix, jnp.zeros((), jnp.int32) if ref.shape[len(prefix)] == 1 else head)

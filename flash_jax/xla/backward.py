@@ -1,5 +1,6 @@
 """Backward pass: gradients as a sum over tiles, plain JAX; differentiated again for second derivatives."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from flash_jax.compat import vary_like
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import rows as whole_rows
 from flash_jax.tiles import softmax
-from flash_jax.tiles.rows import ROW_SUMS, by_rows, needed_sums, refine, shared_gradients
-from flash_jax.xla.layout import add_dense_tile, add_tile, broadcast_lead, product
+from flash_jax.tiles.mods import Read, dense_shape, gradients, wanted_reads
+from flash_jax.tiles.rows import by_rows, needed_sums, refine, shared_gradients
+from flash_jax.xla.layout import add_dense_tile, add_tile, broadcast_lead, diagonal_sums, product, round_up
 from flash_jax.xla.loop import Plan, Tile, View
 
 
@@ -58,7 +60,7 @@ def backward(
         rows = rows._replace(out_ct=plan.q_rows(out_ct * per_row), delta=plan.q_stats(delta * norm))
 
     totals = vary_like(_zeros(plan, primals, leads, lead), everything)
-    totals = plan.scan(lambda totals, tile: _add_tile(plan, totals, tile, rows), totals)
+    totals = plan.scan(lambda totals, tile: _add_tile(plan, totals, tile, rows, leads), totals)
 
     T, S = plan.lengths
     stats = (*lead, *lse.shape[-2:])
@@ -71,8 +73,13 @@ def backward(
         "bias": lambda x: x.reshape(*leads["bias"], *operands.bias.shape[-3:]),
     }
     found = {name: finish[name](x) for name, x in totals.items() if name in finish}
-    found |= shared_gradients(operands, leads, sums, (delta, total, p_sink, dead), lse_ct)
-    named = dict(vars(operands), query=q, key=k, value=v)
+    row = delta, total, p_sink, dead
+    found |= shared_gradients(operands, leads, sums, row, lse_ct)
+    if mod := spec.score_mod or spec.mask_mod:
+        reads = wanted_reads(spec.score_mod, leads)
+        entries = {n: (x, _read_sums(plan, n, x, totals, sums, row)) for n, x in reads.items()}
+        found |= gradients(entries, operands.mods, leads, mod.batch, plan.lengths)
+    named = dict(operands.items(), query=q, key=k, value=v)
     return {name: found[name].astype(named[name].dtype) for name in leads}
 
 
@@ -91,11 +98,54 @@ def _zeros(plan: Plan, primals, leads, lead) -> dict[str, jax.Array]:
     shapes = {name: shapes[name](own) for name, own in leads.items() if name in shapes}
     if by_rows(operands, leads, S):
         del shapes["bias"]
-    shapes |= {f"{name}_sums": (1 if name == "ds" else 2, *stats) for name in needed_sums(operands, leads, S)}
+    reads = wanted_reads(plan.spec.score_mod, leads)
+    shapes |= {_name(n): _read_shape(plan, x, leads, lead) for n, x in reads.items() if x.kind != "rows"}
+    by_row = tuple(_name(n) for n, x in reads.items() if x.kind == "rows")
+    shapes |= {f"{name}_sums": (1 if name == "ds" else 2, *stats) for name in needed_sums(operands, leads, S, by_row)}
     return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
 
 
-def _add_tile(plan: Plan, totals: dict[str, jax.Array], tile: Tile, rows: Rows) -> dict[str, jax.Array]:
+def _name(number: int) -> str:
+    """What the sums of a read of a score_mod are called."""
+    return f"read.{number}"
+
+
+def _read_shape(plan: Plan, read: Read, leads: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what a read sums up over tiles: columns, diagonals (i - j ascending), or all entries."""
+    (T, S), (block_q, block_kv) = plan.lengths, plan.blocks
+    if read.kind == "columns":
+        return *lead, *plan.heads, round_up(S, block_kv)
+    if read.kind == "diagonals":
+        return *lead, *plan.heads, round_up(T, block_q) + round_up(S, block_kv) - 1
+    batch = plan.spec.score_mod.batch if plan.spec.score_mod is not None else ()
+    return plan.shape_by_head(dense_shape(read, leads, batch, (plan.heads[0] * plan.heads[1], T, S)), 2)
+
+
+def _read_sums(plan: Plan, number: int, read: Read, totals: dict, sums: dict, row: tuple) -> jax.Array:
+    """The sums of a read as `tiles.mods.operand_gradient` takes them."""
+    if read.kind == "rows":
+        return whole_rows.row_gradient(sums, _name(number), row)
+    x = totals[_name(number)]
+    after = 2 if read.kind == "dense" else 1
+    K, G = x.shape[-after - 2 : -after]
+    x = x.reshape(*x.shape[: -after - 2], K * G, *x.shape[x.ndim - after :])
+    (T, S), padded = plan.lengths, round_up(plan.lengths[1], plan.blocks[1])
+    if read.kind == "diagonals":
+        return x[..., padded - S : padded + T - 1]
+    return x if read.kind == "dense" else x[..., :S]
+
+
+def _add_read(plan: Plan, total: jax.Array, read: Read, x: jax.Array, tile: Tile) -> jax.Array:
+    """The sums of a read by columns, diagonals or entries, with those of a tile x."""
+    if read.kind == "columns":
+        return add_tile(total, x.sum(-2), tile.col, -1)
+    if read.kind == "diagonals":
+        padded = round_up(plan.lengths[1], plan.blocks[1])
+        return add_tile(total, diagonal_sums(x), tile.row - tile.col + (padded - plan.blocks[1]), -1)
+    return add_dense_tile(total, x, (tile.row, tile.col))
+
+
+def _add_tile(plan: Plan, totals: dict[str, jax.Array], tile: Tile, rows: Rows, leads: dict) -> dict[str, jax.Array]:
     """The totals with what one tile adds."""
     totals, spec, view = dict(totals), plan.spec, plan.view(tile)
     q, k, ct = view.q(rows.q), view.kv(rows.k), view.q(rows.out_ct)
@@ -105,14 +155,19 @@ def _add_tile(plan: Plan, totals: dict[str, jax.Array], tile: Tile, rows: Rows) 
         totals["value"] = add_tile(totals["value"], dv, tile.col, -3)
     if "bias" in totals:
         totals["bias"] = add_dense_tile(totals["bias"], ds, (tile.row, tile.col))
-    slope = plan.scoring.slope(qk)
+    slope = plan.scoring.slope(qk, view.mod)
     to_qk = 1 if slope is None else slope
     entries = {"scale": lambda: qk * to_qk, "alibi_slopes": lambda: -view.distance}
+    for n, read in ({} if view.mod is None else wanted_reads(view.mod.mod, leads)).items():
+        weight = functools.partial(view.mod.weight, plan.scoring.capped(qk), n)
+        entries[_name(n)] = weight
+        if read.kind != "rows":
+            totals[_name(n)] = _add_read(plan, totals[_name(n)], read, ds * weight(), tile)
     if "ds_sums" in totals:
         totals["ds_sums"] = add_tile(totals["ds_sums"], ds.sum(-1)[None], tile.row, -1)
-    for name in ROW_SUMS:
+    for name, entry in entries.items():
         if f"{name}_sums" in totals:
-            x = entries[name]()
+            x = entry()
             sums = jnp.stack(jnp.broadcast_arrays((ds * x).sum(-1), (p * x).sum(-1)))
             totals[f"{name}_sums"] = add_tile(totals[f"{name}_sums"], sums, tile.row, -1)
     ds = (ds * to_qk * plan.scoring.scale.value).astype(q.dtype)

@@ -18,7 +18,7 @@ def forward(
     plan = Plan.of(q, k, operands, spec)
     scoring = plan.scoring
     T, H = q.shape[-3:-1]
-    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)), *leads(operands))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)), *leads(operands, q.ndim - 3))
     dtype = np.promote_types(q.dtype, np.float32)
     q_rows, k_rows, v_rows = plan.q_rows(q), plan.kv_rows(k), plan.kv_rows(v)
     accumulator = jnp.zeros(plan.q_shape(lead, v.shape[-1]), dtype)
@@ -28,11 +28,11 @@ def forward(
         accumulator, row_max, row_sum = carry
         view = plan.view(tile)
         qk = product("...qkgd,...skd->...kgqs", view.q(q_rows), view.kv(k_rows), spec)
-        raw = scoring.scale.sign * qk if scoring.plain else scoring.natural(qk, view.addend)
+        raw = scoring.scale.sign * qk if scoring.plain else scoring.natural(qk, view.addend, view.mod)
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, new_max, new_sum = softmax.step(
-            raw, view.stat(row_max)[..., 0], view.stat(row_sum)[..., 0], scoring.multiplier, masked=tile.masked
+            raw, view.stat(row_max)[..., 0], view.stat(row_sum)[..., 0], scoring.multiplier, masked=tile.masked or scoring.modified
         )
         old = jax.lax.dynamic_slice_in_dim(accumulator, tile.row, p.shape[-2], accumulator.ndim - 2)
         seen = product("...kgqs,...ske->...kgqe", view.drop(p).astype(v.dtype), view.kv(v_rows), spec)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from flash_jax.spec import AttentionSpec
-from flash_jax.tiles.rows import sum_to
+from flash_jax.tiles.sums import sum_to
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -59,6 +59,15 @@ def add_dense_tile(total: jax.Array, x: jax.Array, starts: tuple[jax.Array, jax.
             x = jnp.roll(x, -_moved(start, size, block), axis)
     old = lax.dynamic_slice(total, index, x.shape)
     return lax.dynamic_update_slice(total, old + x, index)
+
+
+def diagonal_sums(x: jax.Array) -> jax.Array:
+    """Sums over the diagonals of x [..., n, m], those of the least row - column first: [..., n + m - 1]."""
+    n, m = x.shape[-2:]
+    x = jnp.flip(x, -1)  # entries of a diagonal now lie at the same row + column
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]).reshape(*x.shape[:-2], n * (n + m))
+    # Read with rows one shorter, each row begins one entry further right.
+    return x[..., : n * (n + m - 1)].reshape(*x.shape[:-1], n, n + m - 1).sum(-2)
 
 
 def _moved(start: jax.Array, size: int, block: int) -> jax.Array:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import dropout, masks, ranges
+from flash_jax.spec import AttentionSpec, Mod, Operands
+from flash_jax.tiles import block_map, dropout, masks, ranges
 from flash_jax.tiles.masks import Geometry, Slots
+from flash_jax.tiles.mods import TileMod, evaluate
 from flash_jax.tiles.scores import Scale, Scoring
 from flash_jax.xla.layout import dense_tile, pad, round_up
 
@@ -38,6 +39,7 @@ class Plan:
     heads: tuple[int, int]  # (K, G)
     lengths: tuple[int, int]  # (T, S)
     blocks: tuple[int, int]  # (block_q, block_kv)
+    stats_dtype: Any  # of scores
 
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array, operands: Operands, spec: AttentionSpec) -> "Plan":
@@ -57,6 +59,7 @@ class Plan:
             (K, H // K),
             (T, S),
             (min(block_q, T), min(block_kv, S)),
+            np.promote_types(q.dtype, np.float32),
         )
 
     def q_rows(self, x: jax.Array) -> jax.Array:
@@ -101,7 +104,8 @@ class Plan:
     def closed(self) -> bool:
         """Whether positions alone, and these in closed form, decide what is allowed."""
         dense = self.operands.mask is not None or self.operands.bias is not None
-        return not dense and not ranges.is_scanned(self.operands)
+        mods = self.spec.score_mod is not None or self.spec.mask_mod is not None
+        return not dense and not mods and not ranges.is_scanned(self.operands)
 
     def scan(self, body: Callable[[Any, Tile], Any], carry: Any) -> Any:
         """Runs `carry = body(carry, tile)` over all visible pairs of tiles.
@@ -112,9 +116,10 @@ class Plan:
         """
         static = all(x is None or isinstance(x, int) for x in dataclasses.astuple(self.geometry))
         scanned = ranges.is_scanned(self.operands)
-        static &= not scanned
+        mapped = self.operands.block_map is not None
+        static &= not scanned and not mapped
         full, partial = self._static_pairs() if static else ([], self._all_pairs())
-        visible = self._judged() if scanned else self._visible
+        visible = self._on_map() if mapped else self._judged() if scanned else self._visible
         for pairs, masked in ((full, False), (partial, True)):
             if not len(pairs):
                 continue
@@ -150,6 +155,17 @@ class Plan:
         seen = masks.kv_range(tile.row, self.blocks[0], self.blocks[1], self.geometry, self.spec)
         j = lax.div(tile.col, jnp.full_like(tile.col, self.blocks[1]))
         return jnp.any((seen.start <= j) & (j < seen.stop))
+
+    def _on_map(self) -> Callable[[Tile], jax.Array]:
+        """As `_visible`, where a block map has its say."""
+        states = block_map.states(self.operands, self.spec, self.lengths, self.blocks)
+        states = states.max(tuple(range(states.ndim - 2)))
+
+        def visible(tile):
+            at = (lax.div(x, jnp.full_like(x, n)) for x, n in zip((tile.row, tile.col), self.blocks, strict=True))
+            return states[tuple(at)] != block_map.SKIPPED
+
+        return visible
 
     def _judged(self) -> Callable[[Tile], jax.Array]:
         """As `_visible`, where positions are arrays or there are segment ids."""
@@ -187,6 +203,7 @@ class View(NamedTuple):
     addend: jax.Array | None
     distance: Any  # of positions, where there are alibi slopes
     kept: jax.Array | None
+    mod: TileMod | None
 
     @classmethod
     def of(cls, plan: Plan, tile: Tile) -> "View":
@@ -199,9 +216,12 @@ class View(NamedTuple):
         geometry = plan.geometry.map(lambda x: _lift(x, 4))
         starts = tile.row, tile.col
         bias = None if o.bias is None else dense_tile(plan.by_head(o.bias, 2), starts, plan.blocks)
-        allowed = keep_rows = keep_cols = None
+        allowed = keep_rows = keep_cols = mod = None
         if tile.masked:
             allowed = masks.allowed(rows, cols, geometry, spec)
+            if spec.mask_mod is not None:
+                place = _coordinates(plan, spec.mask_mod, rows, cols)
+                allowed &= evaluate(spec.mask_mod, list(place), table_reader(o.mods))
             if o.mask is not None:
                 allowed &= dense_tile(plan.by_head(o.mask, 2), starts, plan.blocks)
             if bias is not None:
@@ -218,7 +238,10 @@ class View(NamedTuple):
         if o.dropout_words is not None:
             row_word, col_word = (plan.by_head(o.dropout_words[..., n], 0)[..., None, None] for n in (0, 1))
             kept = dropout.kept(row_word, col_word, rows.slot, cols.slot, spec.dropout_rate)
-        return cls(plan, tile, allowed, keep_rows, keep_cols, addend, distance, kept)
+        if spec.score_mod is not None:
+            place, dtype = _coordinates(plan, spec.score_mod, rows, cols), plan.stats_dtype
+            mod = TileMod.of(spec.score_mod, place, table_reader(o.mods), dtype)
+        return cls(plan, tile, allowed, keep_rows, keep_cols, addend, distance, kept, mod)
 
     def q(self, x: jax.Array) -> jax.Array:
         """The tile's rows of [..., T, K, G, D]; rows that attend nothing of it are 0."""
@@ -236,7 +259,7 @@ class View(NamedTuple):
 
     def probability(self, product: jax.Array, lse_rows: jax.Array, dtype: Any) -> jax.Array:
         """p of the products q . k of the tile, before dropout."""
-        return self.plan.scoring.probability(product, self.stat(lse_rows), self.addend, self.allowed, dtype)
+        return self.plan.scoring.probability(product, self.stat(lse_rows), self.addend, self.mod, self.allowed, dtype)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """p after dropout."""
@@ -247,6 +270,33 @@ def _slots(plan: Plan, start: jax.Array, block: int, positions, segments) -> Slo
     """Index [block], and position and id [..., block], of a tile's queries or keys."""
     cut = lambda x: x if x is None else lax.dynamic_slice_in_dim(pad(x, -1, block), start, block, x.ndim - 1)  # noqa: E731
     return Slots(start + jnp.arange(block, dtype=jnp.int32), cut(positions), cut(segments))
+
+
+def _coordinates(plan: Plan, mod: Mod, rows: Slots, cols: Slots) -> tuple:
+    """Batch, head, q index and k index of a tile's entries, as the mod counts them."""
+    count = int(np.prod(mod.batch, dtype=np.int64))
+    b = jnp.arange(count, dtype=jnp.int32).reshape(*mod.batch, 1, 1, 1, 1)
+    K, G = plan.heads
+    h = jnp.arange(K * G, dtype=jnp.int32).reshape(K, G, 1, 1)
+    return b, h, rows.slot, cols.slot
+
+
+def table_reader(tables: tuple | dict) -> Callable:
+    """Reads entries of `mods` at tiles: (number, indices) -> array; an index outside is moved to the nearest end."""
+
+    def read(operand, index):
+        x = tables[operand]
+        lead = x.ndim - len(index)
+        at = [_along(n, lead - d + 4) for d, n in enumerate(x.shape[:lead], 1)]
+        inside = [jnp.clip(i, 0, n - 1) for i, n in zip(index, x.shape[lead:], strict=True)]
+        return x[(*at, *inside)]
+
+    return read
+
+
+def _along(n: int, after: int) -> jax.Array:
+    """0, 1, ... n - 1 along a dim that `after` others follow."""
+    return jnp.arange(n, dtype=jnp.int32).reshape(n, *(1,) * after)
 
 
 def _lift(x: Any, dims: int) -> Any:

@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flash_jax.compat import vary_like
-from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
+from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import softmax
 from flash_jax.tiles.rows import row_norm, sink_probability
-from flash_jax.xla.layout import add_tile, broadcast_lead, dense_tile, product
-from flash_jax.xla.loop import Plan, Tile, View
+from flash_jax.xla.layout import add_tile, dense_tile, product
+from flash_jax.xla.loop import Plan, Tile, View, table_reader
 
 SHIFTING = {"scale", "bias", "alibi_slopes"}
 """Tangents that may move all scores of a row together, by far more than they move them apart."""
@@ -51,13 +52,13 @@ def tangent(
     dead = softmax.dead_rows(out, lse, operands.sinks)
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse, dead))
     rows = Rows(plan.q_rows(q), plan.kv_rows(k), plan.kv_rows(v), dots, lse_rows)
-    lead = broadcast_lead((lse, 2), *((x, OWN_RANK[name]) for name, x in tangents.items()))
+    lead = np.broadcast_shapes(*(x.shape[: q.ndim - 3] for x in (lse, *tangents.values())))
     sums = jnp.zeros((2, *lead, *lse_rows.shape[-3:]), lse_rows.dtype)  # of p ds, and of p
     d_out = jnp.zeros((*lead, *rows.q.shape[-4:-1], v.shape[-1]), lse_rows.dtype)
     sums, d_out = vary_like((sums, d_out), primals, out, lse, tangents)
 
     base = jnp.zeros_like(sums[0])
-    if not SHIFTING.isdisjoint(dots):
+    if any(name in SHIFTING or name.startswith("mods") for name in dots):
         base, _ = lax.stop_gradient(plan.scan(lambda x, tile: _add_tile(plan, rows, base, (x, None), tile)[0], sums))
     sums, d_out = plan.scan(lambda totals, tile: _add_tile(plan, rows, base, totals, tile), (sums, d_out))
 
@@ -108,9 +109,13 @@ def _score_tangent(plan: Plan, view: View, rows: Rows, qk: jax.Array) -> jax.Arr
         parts.append(scale * product("...qkgd,...skd->...kgqs", view.q(rows.q), view.kv(dots["key"]), spec))
     if "scale" in dots:
         parts.append(dots["scale"] * qk)
-    slope = plan.scoring.slope(qk) if parts else None
+    slope = plan.scoring.slope(qk, view.mod) if parts else None
     if slope is not None:
         parts = [sum(parts[1:], parts[0]) * slope]
+    if view.mod is not None:
+        moving = {n: dots[f"mods.{n}"] for n in range(len(plan.operands.mods)) if f"mods.{n}" in dots}
+        tables, d_tables = table_reader(plan.operands.mods), table_reader(moving)
+        parts += view.mod.along(plan.scoring.capped(qk), tables, d_tables, moving.__contains__)
     if "bias" in dots:
         bias = dense_tile(plan.by_head(dots["bias"], 2), (view.tile.row, view.tile.col), plan.blocks)
         parts.append(bias.astype(qk.dtype))

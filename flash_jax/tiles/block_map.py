@@ -1,0 +1,80 @@
+"""A block map at the tiles of a kernel, together with what else decides which pairs of tiles are visible.
+
+The map (`block_mask`) says of blocks of 128 x 128 whether a mask_mod allows nothing, something or everything in them.
+Tiles may be smaller or larger. What positions, segments and lengths say is joined to it here, outside the kernels, so
+that these read one list: which tiles to visit with a mask, and which without.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flash_jax.spec import MAP_BLOCK, AttentionSpec, Operands
+from flash_jax.tiles import masks, ranges
+from flash_jax.tiles.masks import Geometry, Int
+
+SKIPPED, PARTIAL, FULL = 0, 1, 2
+
+
+class TileList(NamedTuple):
+    """Tiles to visit, in any order: those of `tile(n)` for n < full need no mask, those up to `stop` do."""
+
+    tile: object  # n -> the number of a tile
+    full: Int
+    stop: Int
+
+
+def states(operands: Operands, spec: AttentionSpec, sizes: tuple[int, int], blocks: tuple[int, int]) -> jax.Array:
+    """int8 [..., H or 1, query tiles, key tiles]: SKIPPED, PARTIAL or FULL for tiles of `blocks`; sizes are (T, S)."""
+    found = operands.block_map
+    for axis, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
+        found = _at_tiles(found, found.ndim - 2 + axis, size, block)
+    lift = lambda x: x.reshape(*x.shape, 1, 1, 1) if isinstance(x, jax.Array) else x  # noqa: E731
+    geometry = Geometry.of(spec, operands, *sizes).map(lift)
+    visible, full = _judged(operands, spec, geometry, sizes, blocks)
+    if operands.mask is not None:
+        full = jnp.zeros_like(full)
+    return jnp.where(visible, jnp.where(full, found, jnp.minimum(found, PARTIAL)), SKIPPED)
+
+
+def _at_tiles(found: jax.Array, axis: int, size: int, block: int) -> jax.Array:
+    """States of blocks along `axis`, as those of tiles of `block` slots: of several blocks the common state."""
+    first = np.arange(0, size, block)
+    last = np.minimum(first + block, size) - 1
+    parts = []
+    for n in range(int(((last // MAP_BLOCK) - (first // MAP_BLOCK)).max()) + 1):
+        parts.append(jnp.take(found, np.minimum(first // MAP_BLOCK + n, last // MAP_BLOCK), axis=axis))
+    low, high = parts[0], parts[0]
+    for part in parts[1:]:
+        low, high = jnp.minimum(low, part), jnp.maximum(high, part)
+    return jnp.where(low == high, low, jnp.asarray(PARTIAL, found.dtype))
+
+
+def _judged(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes, blocks):
+    """(visible, full), bools [..., 1, query tiles, key tiles], by positions, segments and lengths."""
+    counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
+    i, j = jnp.arange(counts[0], dtype=jnp.int32)[:, None], jnp.arange(counts[1], dtype=jnp.int32)[None, :]
+    if not ranges.is_scanned(operands):
+        seen = masks.kv_range(i * blocks[0], *blocks, geometry, spec)
+        return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop)
+
+    def bounds(tile, block, positions, segments, shape):
+        summary = ranges.summary(positions, segments, block)
+        fields = [] if summary is None else [
+            summary[..., n, :].reshape(*summary.shape[:-2], *shape) for n in range(summary.shape[-2])
+        ]
+        return ranges.bounds(tile, block, fields, positions is not None, segments is not None)
+
+    o = operands
+    q = bounds(i, blocks[0], o.q_positions, o.q_segment_ids, (1, -1, 1))
+    kv = bounds(j, blocks[1], o.kv_positions, o.kv_segment_ids, (1, 1, -1))
+    return ranges.judge(q, kv, o.q_positions is not None, geometry, spec)
+
+
+def lists(found: jax.Array) -> jax.Array:
+    """int32 [..., n, m + 2] of states [..., n, m]: how many are full, how many visible, then the tiles, full first."""
+    order = jnp.argsort(-found, axis=-1, stable=True).astype(jnp.int32)
+    counts = [(found == FULL).sum(-1, dtype=jnp.int32), (found != SKIPPED).sum(-1, dtype=jnp.int32)]
+    return jnp.concatenate([jnp.stack(counts, -1), order], axis=-1)
