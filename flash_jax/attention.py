@@ -49,11 +49,12 @@ def flash_attention(  # noqa: PLR0913
     and S, forward, backward and in forward mode. Any leading batch dims, also none; any T and S, also T != S; H must be
     a multiple of K, and query head h reads key/value head h // (H // K). With pos() explained at `causal`,
 
-        score[h, i, j] = mod(cap(scale * (q[i, h] . k[j, h // (H // K)]))) + bias[h, i, j] - slope[h] * |pos(i) - pos(j)|
+        score[h, i, j] = mod(cap(scale * (q[i, h] . k[j, h // (H // K)])))
+                         + bias[h, i, j] - slope[h] * |pos(i) - pos(j)|
 
-    where cap(s) = softcap * tanh(s / softcap). A query attends the keys that causal, window, chunk, segments, lengths
-    and mask all allow; all of them may be combined. "Broadcastable to [..., X]" means dims of that size, 1, or absent
-    on the left.
+    where cap(s) = softcap * tanh(s / softcap) and mod is score_mod. A query attends the keys that causal, window,
+    chunk, segments, lengths, mask and mask_mod all allow; all of them may be combined. "Broadcastable to [..., X]"
+    means dims of that size, 1, or absent on the left.
 
     Args:
       query: [..., T, H, D], bfloat16, float16 or float32 (float64 for "xla" and "reference").

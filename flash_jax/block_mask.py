@@ -93,4 +93,4 @@ def _arange(n: int) -> jax.Array:
 
 
 def _is_positive(n) -> bool:
-    return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0
+    return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and bool(n > 0)

@@ -235,7 +235,7 @@ def _pairs(call: Call, blocks: tuple[int, int]) -> Pairs:
     total, masked = np.zeros(3, np.int64), call.operands.mask is not None
     with jax.ensure_compile_time_eval():
         for n in range(examples if differ else min(examples, 1)):
-            one = survey.of_example(Operands(**arrays), lead, n)
+            one = survey.of_example(Operands(**arrays, mods=()), lead, n)
             total += survey.survey(one, call.spec, lengths, blocks, masked).pairs
     return Pairs(*(total * (1 if differ else examples)).tolist())
 

@@ -11,16 +11,19 @@ from jax.typing import ArrayLike
 
 from flash_jax.spec import Mod
 from flash_jax.tiles import mods as tile_mods
+from flash_jax.tiles import reads
 
 
 class Operand:
     """What a mod gets in the place of an array of `mod_operands`: it can be indexed by integers, and nothing else.
 
-    `operand[i, j]` is the entry at one integer for each dim. An integer outside the array is moved to the nearest end.
+    `operand[i, j]` is the entry at one integer for each dim, 16-bit numbers as float32. An integer outside the array is
+    moved to the nearest end.
     """
 
     def __init__(self, name: str, number: int, shape: tuple[int, ...], dtype: Any):
-        self._name, self._number, self.shape, self.dtype, self.ndim = name, number, shape, jnp.dtype(dtype), len(shape)
+        self._name, self._number, self.shape, self.ndim = name, number, shape, len(shape)
+        self.dtype = tile_mods.read_dtype(dtype)  # in which it is read
 
     def __getitem__(self, index: Any) -> jax.Array:
         index = index if isinstance(index, tuple) else (index,)
@@ -61,7 +64,11 @@ def operands(values: Sequence[ArrayLike], rank: int, wide: bool) -> tuple[jax.Ar
     for n, x in enumerate(values):
         is_array = isinstance(x, (jax.Array, np.ndarray))
         kind = jnp.result_type(x) if is_array else type(x).__name__
-        if not is_array or not (jnp.issubdtype(kind, jnp.number) or kind == "bool") or kind in ("complex64", "complex128"):
+        if (
+            not is_array
+            or not (jnp.issubdtype(kind, jnp.number) or kind == "bool")
+            or kind in ("complex64", "complex128")
+        ):
             raise TypeError(f"`mod_operands[{n}]` must be an array of real numbers or bools; got {kind}.")
         if kind == "float64" and not wide:
             raise TypeError(f"`mod_operands[{n}]` may be float64 only where `query` is; cast it.")
@@ -118,7 +125,7 @@ def _trace(name: str, function: Callable, shapes: tuple, batch: tuple[int, ...],
     closed = jax.make_jaxpr(scalar)(*first, index, index, index, index)
     _check(name, closed)
     mod = Mod(function, closed.jaxpr, batch)
-    tile_mods.reads(mod)  # raises for an index that depends on the score
+    reads.reads_of(mod)  # raises for an index that depends on the score
     return mod
 
 

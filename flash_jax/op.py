@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from flash_jax import compat, select, xla
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles.mods import wanted_reads
+from flash_jax.tiles.reads import wanted_reads
 from flash_jax.tiles.sums import sum_to
 
 

@@ -25,7 +25,9 @@ def attention(
     groups = H // K if K else 0
     dtype = np.promote_types(query.dtype, np.float32)
 
-    allowed = _allowed(H, T, S, operands, spec)  # [..., H or 1, T, S]
+    allowed = _allowed(T, S, operands, spec)  # [..., H or 1, T, S]
+    if spec.mask_mod is not None:
+        allowed &= _modified(spec.mask_mod, [], operands, (H, T, S))
     dead_query = ~allowed.any(axis=-1)  # [..., H or 1, T]: attends nothing
     dead_key = ~_by_kv_head(allowed, K).any(axis=(-3, -2))  # [..., K or 1, S]: attended by none
 
@@ -79,7 +81,7 @@ def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
     return weights / total, (top + jnp.log(total))[..., 0]
 
 
-def _allowed(H: int, T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Array:
+def _allowed(T: int, S: int, operands: Operands, spec: AttentionSpec) -> jax.Array:
     """bool [..., H or 1, T, S]: whether query i attends key j; all conditions must hold."""
     q_length, kv_length = _lengths(T, S, operands, spec)
     i = jnp.arange(T, dtype=jnp.int32)[:, None]
@@ -108,8 +110,6 @@ def _allowed(H: int, T: int, S: int, operands: Operands, spec: AttentionSpec) ->
         allowed &= (id_i == id_j) & (id_i >= 0)
     if operands.mask is not None:
         allowed &= operands.mask
-    if spec.mask_mod is not None:
-        allowed &= _modified(spec.mask_mod, [], operands, (H, T, S))
     if operands.bias is not None:
         allowed &= operands.bias != -jnp.inf
     return jnp.broadcast_to(allowed, (*allowed.shape[:-2], T, S)) if allowed.ndim > 2 else allowed[None]
@@ -134,7 +134,9 @@ class Table:
     """An operand of a mod: `table[i, j]` is one entry, and an index outside is moved to the nearest end."""
 
     def __init__(self, x: jax.Array):
-        self._x, self.shape, self.dtype, self.ndim = x, x.shape, x.dtype, x.ndim
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4  # read as float32
+        self._x = x.astype(jnp.float32) if narrow else x
+        self.shape, self.dtype, self.ndim = x.shape, self._x.dtype, x.ndim
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)

@@ -29,10 +29,17 @@ MAY_IMPORT = {
     "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],
     "arguments": ["validate", "mods", "spec", "tiles.dropout"],
-    "mods": ["spec", "tiles.mods"],
+    "mods": ["spec", "tiles.mods", "tiles.reads"],
     "block_mask": ["mods", "spec", "tiles.mods"],
     "validate": ["spec"],
-    "op": ["select", "xla", "tiles.sums", "tiles.mods.wanted_reads", "spec", "compat"],  # higher orders differentiate the code of xla
+    "op": [
+        "select",
+        "xla",
+        "tiles.sums",
+        "tiles.reads.wanted_reads",
+        "spec",
+        "compat",
+    ],  # higher orders differentiate the code of xla
     "select": ["xla", "triton", "mosaic_gpu", "spec", "compat"],
     "xla": ["tiles", "spec", "compat"],
     "triton": ["tiles", "spec", "compat", "xla.tangent"],  # it has no tangent kernel of its own yet

@@ -5,6 +5,7 @@ Tiles may be smaller or larger. What positions, segments and lengths say is join
 that these read one list: which tiles to visit with a mask, and which without.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2
 class TileList(NamedTuple):
     """Tiles to visit, in any order: those of `tile(n)` for n < full need no mask, those up to `stop` do."""
 
-    tile: object  # n -> the number of a tile
+    tile: Callable[[Int], Int]  # n -> the number of a tile
     full: Int
     stop: Int
 
@@ -57,14 +58,16 @@ def _judged(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes, 
     counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
     i, j = jnp.arange(counts[0], dtype=jnp.int32)[:, None], jnp.arange(counts[1], dtype=jnp.int32)[None, :]
     if not ranges.is_scanned(operands):
-        seen = masks.kv_range(i * blocks[0], *blocks, geometry, spec)
+        seen = masks.kv_range(i * blocks[0], blocks[0], blocks[1], geometry, spec)
         return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop)
 
     def bounds(tile, block, positions, segments, shape):
         summary = ranges.summary(positions, segments, block)
-        fields = [] if summary is None else [
-            summary[..., n, :].reshape(*summary.shape[:-2], *shape) for n in range(summary.shape[-2])
-        ]
+        fields = (
+            []
+            if summary is None
+            else [summary[..., n, :].reshape(*summary.shape[:-2], *shape) for n in range(summary.shape[-2])]
+        )
         return ranges.bounds(tile, block, fields, positions is not None, segments is not None)
 
     o = operands

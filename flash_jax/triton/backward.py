@@ -1,12 +1,14 @@
 """Backward pass: which kernels the wanted gradients need, and how their results make the gradients; no atomics."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import rows, softmax
-from flash_jax.tiles.mods import dense_shape, gradients, wanted_reads
+from flash_jax.tiles.reads import dense_shape, gradients, wanted_reads
 from flash_jax.tiles.rows import by_rows, needed_sums, refine, row_gradient, shared_gradients
 from flash_jax.tiles.sums import sum_to
 from flash_jax.triton.dbias import bias_pass
@@ -27,7 +29,8 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the inputs named in `wanted`, with the leading dims given there; launches only what they need."""
     q, k, v, operands = primals
-    count = q.ndim - 3
+    bias: Any = operands.bias
+    count, mod = q.ndim - 3, spec.score_mod or spec.mask_mod
     lead = np.broadcast_shapes(*(x.shape[:count] for x in (q, k, v, out_ct, lse)), *leads(operands, count))
     dead = softmax.dead_rows(out, lse, operands.sinks)
     delta = softmax.delta(out, out_ct, dead, lse_ct)
@@ -57,13 +60,13 @@ def backward(
         found["key"], found["value"], entries = key_value_pass(residuals, operands, lead, dtypes, columns, spec)
         if kind == "columns":
             column = entries.pop("bias")[..., None, :]
-            found["bias"] = sum_to(column, (*wanted["bias"], operands.bias.shape[-3], 1, k.shape[-3]))
+            found["bias"] = sum_to(column, (*wanted["bias"], bias.shape[-3], 1, k.shape[-3]))
     if kind == "dense":
-        bias = jax.ShapeDtypeStruct((*wanted["bias"], *operands.bias.shape[-3:]), operands.bias.dtype)
-        found["bias"] = bias_pass(residuals, operands, lead, bias, spec)
+        target = jax.ShapeDtypeStruct((*wanted["bias"], *bias.shape[-3:]), bias.dtype)
+        found["bias"] = bias_pass(residuals, operands, lead, target, spec)
     entries |= {name: diagonal_pass(residuals, operands, lead, spec, name) for name in of("diagonals")}
     for name in of("dense"):
-        shape = dense_shape(reads[name], wanted, spec.score_mod.batch, (q.shape[-2], q.shape[-3], k.shape[-3]))
+        shape = dense_shape(reads[name], wanted, mod.batch if mod else (), (q.shape[-2], q.shape[-3], k.shape[-3]))
         target = jax.ShapeDtypeStruct(shape, jnp.float32)
         entries[name] = bias_pass(residuals, operands, lead, target, spec, name)
 
@@ -72,7 +75,7 @@ def backward(
     shared = {name: own for name, own in wanted.items() if name not in found}
     found |= shared_gradients(operands, shared, sums, row, lse_ct)
     entries |= {name: row_gradient(sums, name, row) for name in of("rows")}
-    if mod := spec.score_mod or spec.mask_mod:
+    if mod is not None:
         pairs = {name: (reads[name], x) for name, x in entries.items()}
         found |= gradients(pairs, operands.mods, wanted, mod.batch, (q.shape[-3], k.shape[-3]))
     inputs = dict(operands.items(), query=q, key=k, value=v)

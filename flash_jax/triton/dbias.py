@@ -15,7 +15,9 @@ from flash_jax.triton.pairs import add_pair, whole_arrays, whole_spec
 from flash_jax.triton.tiling import tile_for
 
 
-def flash_attention_dbias_kernel(extra, refs: Residuals, dbias_ref, *, spec, tile, shape, bias_lead, names, read):
+def flash_attention_dbias_kernel(  # noqa: PLR0913
+    extra, refs: Residuals, dbias_ref, *, spec, tile, shape, bias_lead, names, read
+):
     """dB = sum of dS = P * (dO V^T - delta) over the examples and heads that share the bias, one after the other.
 
     One program computes a tile [block_q, block_kv] of one head of one bias, recomputing the tile's scores for each
@@ -41,7 +43,10 @@ def flash_attention_dbias_kernel(extra, refs: Residuals, dbias_ref, *, spec, til
 
     total = lax.fori_loop(0, examples * shared_heads, one, jnp.zeros((tile.block_q, tile.block_kv), jnp.float32))
     keep = None
-    for inside, axis, ragged in ((rows < shape.T, 1, shape.T % tile.block_q), (cols < shape.S, 0, shape.S % tile.block_kv)):
+    for inside, axis, ragged in (
+        (rows < shape.T, 1, shape.T % tile.block_q),
+        (cols < shape.S, 0, shape.S % tile.block_kv),
+    ):
         if ragged:
             inside = jnp.broadcast_to(jnp.expand_dims(inside, axis), total.shape)
             keep = inside if keep is None else keep & inside
@@ -57,7 +62,7 @@ def bias_pass(
     spec: AttentionSpec,
     read: str | None = None,
 ) -> jax.Array:
-    """The gradient of the bias, or of what the score_mod reads, like `target` [..., H or 1, T, S]: summed over dims of 1."""
+    """The gradient of the bias, or of a read of the score_mod, summed up to the shape of `target`."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
     tile = tile_for("dq", spec, q, k, v, operands)

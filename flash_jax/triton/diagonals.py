@@ -18,9 +18,9 @@ from flash_jax.triton.tiling import tile_for
 def flash_attention_diagonals_kernel(extra, refs: Residuals, out_ref, *, spec, tile, shape, names, read):
     """Sums of x dS over diagonals of the scores, x being the derivative of the score to what a read gives.
 
-    Tiles are square, so that those on one diagonal of tiles lie alike: one program adds them up, entry by entry, for one
-    head of one example, and at the end sums up the diagonals of what it has, 2 block - 1 of them. Neighbouring programs
-    share diagonals and write theirs apart. Grid: (diagonals of tiles, H, examples). Refs hold whole arrays.
+    Tiles are square, so that those on one diagonal of tiles lie alike: one program adds them up, entry by entry, for
+    one head of one example, and at the end sums up the diagonals of what it has, 2 block - 1 of them. Neighbouring
+    programs share diagonals and write theirs apart. Grid: (diagonals of tiles, H, examples). Refs hold whole arrays.
     """
     turn, head, example = (pl.program_id(n) for n in range(3))
     block = tile.block_q

@@ -20,8 +20,8 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
 
     One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
     `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale", "alibi_slopes" and "read.n" those of x dS
-    and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what the
-    n-th read of the score_mod gives. dq_ref is None where only these are wanted.
+    and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what
+    the n-th read of the score_mod gives. dq_ref is None where only these are wanted.
     """
     reader = Reader.of(extra, spec, shape, tile, at=(pl.program_id(2), pl.program_id(1)))
     scoring = reader.scoring(refs.q.dtype)

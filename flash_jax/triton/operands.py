@@ -105,7 +105,7 @@ class View(NamedTuple):
     addend: jax.Array | None
     distance: Any  # of positions, where there are alibi slopes
     kept: jax.Array | None
-    mod: TileMod | None  # score_mod
+    mod: Any  # the score_mod at the tile, a TileMod
 
     def guarded(self) -> "View":
         """The view, of whose entries that are not allowed any may be NaN."""

@@ -1,4 +1,4 @@
-"""What the backward kernels share that add up pairs of tiles in an order of their own: whole arrays, one pair at a time."""
+"""What backward kernels share that read whole arrays and add up pairs of tiles in an order of their own."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from flash_jax.compat import vary_like
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import rows as whole_rows
 from flash_jax.tiles import softmax
-from flash_jax.tiles.mods import Read, dense_shape, gradients, wanted_reads
+from flash_jax.tiles.reads import Read, dense_shape, gradients, wanted_reads
 from flash_jax.tiles.rows import by_rows, needed_sums, refine, shared_gradients
 from flash_jax.xla.layout import add_dense_tile, add_tile, broadcast_lead, diagonal_sums, product, round_up
 from flash_jax.xla.loop import Plan, Tile, View
@@ -158,7 +158,7 @@ def _add_tile(plan: Plan, totals: dict[str, jax.Array], tile: Tile, rows: Rows, 
     slope = plan.scoring.slope(qk, view.mod)
     to_qk = 1 if slope is None else slope
     entries = {"scale": lambda: qk * to_qk, "alibi_slopes": lambda: -view.distance}
-    for n, read in ({} if view.mod is None else wanted_reads(view.mod.mod, leads)).items():
+    for n, read in wanted_reads(spec.score_mod, leads).items():
         weight = functools.partial(view.mod.weight, plan.scoring.capped(qk), n)
         entries[_name(n)] = weight
         if read.kind != "rows":

@@ -32,7 +32,11 @@ def forward(
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, new_max, new_sum = softmax.step(
-            raw, view.stat(row_max)[..., 0], view.stat(row_sum)[..., 0], scoring.multiplier, masked=tile.masked or scoring.modified
+            raw,
+            view.stat(row_max)[..., 0],
+            view.stat(row_sum)[..., 0],
+            scoring.multiplier,
+            masked=tile.masked or scoring.modified,
         )
         old = jax.lax.dynamic_slice_in_dim(accumulator, tile.row, p.shape[-2], accumulator.ndim - 2)
         seen = product("...kgqs,...ske->...kgqe", view.drop(p).astype(v.dtype), view.kv(v_rows), spec)

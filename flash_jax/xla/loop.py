@@ -203,7 +203,7 @@ class View(NamedTuple):
     addend: jax.Array | None
     distance: Any  # of positions, where there are alibi slopes
     kept: jax.Array | None
-    mod: TileMod | None
+    mod: Any  # the score_mod at the tile, a TileMod
 
     @classmethod
     def of(cls, plan: Plan, tile: Tile) -> "View":
