@@ -300,7 +300,7 @@ def test_dropout_keys_that_are_none(rate):
 
 def test_unknown_keyword_is_pythons_own_error():
     """What a later version will take is refused by name, never ignored."""
-    for name in ("score_mod", "mask_mod", "block_mask", "context_axis", "sm_scale", "dropout"):
+    for name in ("context_axis", "context_strategy", "sm_scale", "dropout"):
         assert f"unexpected keyword argument '{name}'" in raised(TypeError, **{name: None})
 
 
