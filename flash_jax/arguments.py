@@ -78,8 +78,8 @@ def normalise(  # noqa: PLR0913
     spec = AttentionSpec(
         scale=_static(scale_),
         softcap=validate.softcap(softcap),
-        score_mod=mods.score_mod(score_mod, read, batch, stats),
-        mask_mod=mods.mask_mod(mask_mod, read, batch),
+        score_mod=mods.score_mod(score_mod, read, batch, H, stats),
+        mask_mod=mods.mask_mod(mask_mod, read, batch, H),
         causal=validate.flag("causal", causal),
         window=validate.window(window),
         prefix_length=_static(prefix),
@@ -116,8 +116,18 @@ def normalise(  # noqa: PLR0913
         dropout_words=None if typed_key is None else dropout.head_words(typed_key, batch, H),
         block_map=block_map,
         mods=read,
+        **_mod_indices(batch, H) if mask_mod is not None or score_mod is not None else {},
     )
     return Call(q, k, v, operands, AttentionSpec(**{**vars(spec), "q_offset": _static(offset)}))
+
+
+def _mod_indices(batch, heads):
+    """What mods get as batch and head: arrays, which are cut over devices as the others are."""
+    examples = jnp.arange(int(np.prod(batch, dtype=np.int64)), dtype=jnp.int32).reshape(batch)
+    return {
+        "mod_examples": examples,
+        "mod_heads": jnp.arange(heads, dtype=jnp.int32).reshape(*(1,) * len(batch), heads),
+    }
 
 
 def _positions(q_positions, kv_positions, q_offset, spec, slopes, sizes):

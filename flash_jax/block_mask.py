@@ -54,7 +54,7 @@ def block_mask(mask_mod: Callable, shape: Sequence[int], mod_operands: Sequence[
     full = tuple(int(n) for n in ((1, *shape) if len(shape) == 2 else shape))
     batch, (heads, T, S) = full[:-3], full[-3:]
     given = mods.operands(mod_operands, len(batch), True)
-    mod = mods.mask_mod(mask_mod, given, batch)
+    mod = mods.mask_mod(mask_mod, given, batch, heads)
     if mod is None:
         raise TypeError("`mask_mod` must be a function; got None.")
     tables = [x.reshape(x.shape[len(batch) :]) for x in given]

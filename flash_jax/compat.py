@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 from jax import lax
+from jax._src.dispatch import prim_requires_devices_during_lowering
 
 MINIMUM_JAX = (0, 10, 2)
 
@@ -105,6 +106,11 @@ def _capability_of_kind(kind: str) -> str | None:
     return next((capability for name, capability in _CAPABILITY_BY_NAME if name in kind), None)
 
 
+def lower_with_devices(primitive) -> None:
+    """Has JAX tell the devices when it lowers `primitive`, which `custom_partitioning` inside needs; not public."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
 def manual_axis_type(x: jax.Array | jax.ShapeDtypeStruct):
     """How x varies over the manual axes of an enclosing ``shard_map`` (None where JAX does not say)."""
     return (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
@@ -129,12 +135,17 @@ def vary_like(tree, *others):
     return jax.tree.map(mark, tree)
 
 
+def explicit_part(aval) -> list[tuple[str, ...]]:
+    """The explicit mesh axes over which each dim of an abstract value is sharded."""
+    placed = aval.sharding
+    types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
+    dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in placed.spec]
+    return [tuple(axis for axis in axes if types.get(axis) == jax.sharding.AxisType.Explicit) for axes in dims]
+
+
 def explicit_axes(aval) -> list[str]:
     """The explicit mesh axes over which an abstract value is sharded."""
-    placed = aval.sharding
-    used = {axis for axes in placed.spec if axes is not None for axis in (axes if isinstance(axes, tuple) else (axes,))}
-    types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
-    return sorted(axis for axis in used if types.get(axis) == jax.sharding.AxisType.Explicit)
+    return sorted(axis for axes in explicit_part(aval) for axis in axes)
 
 
 def replicated_like(aval, shape: tuple[int, ...], dtype):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from flash_jax import arguments, compat, select, validate
+from flash_jax import arguments, compat, partition, select, validate
 from flash_jax.arguments import Call
 from flash_jax.explanation import Explanation, Target
 from flash_jax.picture import MaskPicture
@@ -220,7 +220,7 @@ def _sharding_reason(given: dict[str, Any]) -> str | None:
     """Why nothing but the reference runs, where inputs are sharded over explicit mesh axes."""
     arrays = {n: given[n] for n in ("query", "key", "value", "bias", "mask") if isinstance(given[n], jax.Array)}
     try:
-        select.check_sharding(list(arrays), tuple(map(jax.typeof, arrays.values())))
+        partition.check_explicit(list(arrays), list(arrays.values()))
     except NotImplementedError as error:
         return str(error)
     return None

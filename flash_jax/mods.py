@@ -77,17 +77,17 @@ def operands(values: Sequence[ArrayLike], rank: int, wide: bool) -> tuple[jax.Ar
     return tuple(jnp.asarray(x).reshape((1,) * rank + jnp.shape(x)) for x in values)
 
 
-def score_mod(function: Callable | None, given: tuple, batch: tuple[int, ...], dtype: Any) -> Mod | None:
+def score_mod(function: Callable | None, given: tuple, batch: tuple[int, ...], heads: int, dtype: Any) -> Mod | None:
     """The traced score_mod, for scores of `dtype`."""
-    return None if function is None else _checked("score_mod", function, given, batch, jnp.dtype(dtype))
+    return None if function is None else _checked("score_mod", function, given, batch, heads, jnp.dtype(dtype))
 
 
-def mask_mod(function: Callable | None, given: tuple, batch: tuple[int, ...]) -> Mod | None:
+def mask_mod(function: Callable | None, given: tuple, batch: tuple[int, ...], heads: int) -> Mod | None:
     """The traced mask_mod."""
-    return None if function is None else _checked("mask_mod", function, given, batch, None)
+    return None if function is None else _checked("mask_mod", function, given, batch, heads, None)
 
 
-def _checked(name: str, function: Callable, given: tuple, batch: tuple[int, ...], dtype: Any) -> Mod:
+def _checked(name: str, function: Callable, given: tuple, batch: tuple[int, ...], heads: int, dtype: Any) -> Mod:
     if not callable(function):
         raise TypeError(f"`{name}` must be a function; got {type(function).__name__}.")
     shapes = tuple((x.shape[len(batch) :], x.dtype) for x in given)
@@ -95,17 +95,17 @@ def _checked(name: str, function: Callable, given: tuple, batch: tuple[int, ...]
     try:
         hash(function)
     except TypeError:
-        return _trace(name, function, shapes, batch, dtype)
-    return _traced(name, function, shapes, batch, dtype, x64)
+        return _trace(name, function, shapes, batch, heads, dtype)
+    return _traced(name, function, shapes, batch, heads, dtype, x64)
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(name, function, shapes, batch, dtype, x64) -> Mod:
+def _traced(name, function, shapes, batch, heads, dtype, x64) -> Mod:
     """One and the same Mod for the same function and operands, so that a call is compiled once."""
-    return _trace(name, function, shapes, batch, dtype)
+    return _trace(name, function, shapes, batch, heads, dtype)
 
 
-def _trace(name: str, function: Callable, shapes: tuple, batch: tuple[int, ...], dtype: Any) -> Mod:
+def _trace(name: str, function: Callable, shapes: tuple, batch: tuple[int, ...], heads: int, dtype: Any) -> Mod:
     handles = [Operand(f"`mod_operands[{n}]`", n, *x) for n, x in enumerate(shapes)]
     wanted = jnp.dtype(bool) if dtype is None else dtype
 
@@ -124,7 +124,7 @@ def _trace(name: str, function: Callable, shapes: tuple, batch: tuple[int, ...],
     first = [] if dtype is None else [jax.ShapeDtypeStruct((), dtype)]
     closed = jax.make_jaxpr(scalar)(*first, index, index, index, index)
     _check(name, closed)
-    mod = Mod(function, closed.jaxpr, batch)
+    mod = Mod(function, closed.jaxpr, batch, heads)
     reads.reads_of(mod)  # raises for an index that depends on the score
     return mod
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flash_jax import compat, select, xla
+from flash_jax import compat, partition, select, xla
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles.reads import wanted_reads
 from flash_jax.tiles.sums import sum_to
@@ -32,8 +32,12 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of checked arguments, by whichever implementation `spec` and the platform choose; differentiable."""
     primals = (q, k, v, operands)
-    leaves, tree = jax.tree.flatten(compat.vary_like(primals, primals))
-    return tuple(_forward_p.bind(*leaves, tree=tree, spec=spec))
+    leaves, tree = jax.tree.flatten(primals)
+
+    def run(*leaves):
+        return tuple(_forward_p.bind(*compat.vary_like(leaves, leaves), tree=tree, spec=spec))
+
+    return partition.on_explicit_axes(run, _names(tree), leaves)
 
 
 def _names(tree) -> list[str]:
@@ -53,7 +57,6 @@ def _lead(arrays) -> tuple[int, ...]:
 
 
 def _forward_shapes(*leaves, tree, spec):
-    select.check_sharding(_names(tree), leaves)
     q, _, v = leaves[:3]
     lead = _lead(leaves)
     T, H = q.shape[-3:-1]
@@ -134,8 +137,11 @@ def _empty(q, k, out) -> bool:
 _evaluating = contextvars.ContextVar("flash_jax_evaluating", default=False)
 
 
-def _primitive(name: str, shapes, run) -> Primitive:
-    """A primitive that lowers to `run(platform="cuda")` for NVIDIA GPUs and to `run(platform="other")` elsewhere."""
+def _primitive(name: str, shapes, run, arrays) -> Primitive:
+    """A primitive that lowers to `run(platform="cuda")` for NVIDIA GPUs and to `run(platform="other")` elsewhere.
+
+    `arrays(**params)` names its inputs and outputs for `partition.over_mesh`.
+    """
     p = Primitive(name)
     p.multiple_results = True
     p.def_abstract_eval(shapes)
@@ -168,12 +174,14 @@ def _primitive(name: str, shapes, run) -> Primitive:
         return jax.jit(f)
 
     def lower(ctx, *args, platform, **params):
+        f = partition.over_mesh(local(platform=platform, **params), *arrays(**params))
         with compat.quiet_triton_lowering(), compat.some_gpu() if platform == "cuda" else contextlib.nullcontext():
-            return mlir.lower_fun(local(platform=platform, **params), multiple_results=True)(ctx, *args)
+            return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
     mlir.register_lowering(p, functools.partial(lower, platform="other"))
     mlir.register_lowering(p, functools.partial(lower, platform="cuda"), platform="cuda")
     batching.primitive_batchers[p] = functools.partial(_batch, p)
+    compat.lower_with_devices(p)
     return p
 
 
@@ -186,9 +194,22 @@ def _batch(p, args, dims, **params):
     return outs, (0,) * len(outs)
 
 
-_forward_p = _primitive("flash_attention_forward", _forward_shapes, _run_forward)
-_tangent_p = _primitive("flash_attention_tangent", _tangent_shapes, _run_tangent)
-_backward_p = _primitive("flash_attention_backward", _backward_shapes, _run_backward)
+def _forward_arrays(tree, spec):
+    return _names(tree), ("out", "lse"), False
+
+
+def _tangent_arrays(tree, names, spec):
+    return (*_names(tree), "out", "lse", *names), ("out", "lse"), False
+
+
+def _backward_arrays(tree, wanted, has_lse_ct, spec):
+    rest = ("out", "lse", "out", *(("lse",) if has_lse_ct else ()))
+    return (*_names(tree), *rest), tuple(name for name, _ in wanted), True
+
+
+_forward_p = _primitive("flash_attention_forward", _forward_shapes, _run_forward, _forward_arrays)
+_tangent_p = _primitive("flash_attention_tangent", _tangent_shapes, _run_tangent, _tangent_arrays)
+_backward_p = _primitive("flash_attention_backward", _backward_shapes, _run_backward, _backward_arrays)
 
 
 # Derivatives.

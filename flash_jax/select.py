@@ -25,17 +25,6 @@ def check_arguments(spec: AttentionSpec, q: jax.Array, v: jax.Array) -> None:
         triton.check_block_sizes(spec)
 
 
-def check_sharding(names: list[str], avals: tuple) -> None:
-    """Raises for inputs that their types say are sharded over an explicit mesh axis; `shard_map` serves them."""
-    for name, aval in zip(names, avals, strict=True):
-        axes = compat.explicit_axes(aval)
-        if axes:
-            raise NotImplementedError(
-                f"`{name}` is sharded over the explicit mesh axes {axes}, which is not supported yet. Call "
-                "flash_attention inside `jax.shard_map` over these axes, with whole sequences on each device."
-            )
-
-
 def choose(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> ModuleType:
     """The module (with forward, backward and tangent) that runs the call on `platform`, "cuda" or "other".
 

@@ -85,12 +85,13 @@ class Mod:
     """A `score_mod` or `mask_mod`, equal to itself alone: the user's function, and what it does to one entry.
 
     `jaxpr` takes the scalars (score, batch, head, q index, k index), a mask_mod's without the score, and reads operands
-    by `tiles.mods.read_p`. `batch` is the shape over which the batch index counts.
+    by `tiles.mods.read_p`. `batch` and `heads` are what batch and head index count over.
     """
 
     function: Callable
     jaxpr: Any
     batch: tuple[int, ...]
+    heads: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +155,8 @@ class Operands:
     kv_segment_ids: Optional = None  # [..., S]
     dropout_words: Optional = None  # [..., H, 2] uint32, see tiles/dropout.py
     block_map: Optional = None  # [..., H, blocks of queries, blocks of keys] int8, see tiles/block_map.py
+    mod_examples: Optional = None  # [...]: the batch and the head index of a mod, which count over all devices
+    mod_heads: Optional = None  # [..., H]
     mods: tuple = ()  # what mods read: leading dims of size 1, then the user's own
 
     def items(self) -> list[tuple[str, Any]]:
@@ -172,8 +175,8 @@ class Operands:
 
 OWN_RANK = {
     "bias": 3, "mask": 3, "alibi_slopes": 1, "sinks": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
-    "kv_segment_ids": 1, "dropout_words": 2, "block_map": 3, "scale": 0, "q_offset": 0, "q_lengths": 0,
-    "kv_lengths": 0, "prefix_lengths": 0,
+    "kv_segment_ids": 1, "dropout_words": 2, "block_map": 3, "mod_heads": 1, "mod_examples": 0, "scale": 0,
+    "q_offset": 0, "q_lengths": 0, "kv_lengths": 0, "prefix_lengths": 0,
 }  # fmt: skip
 """Dims that an operand has besides the leading (batch) ones; those in `mods` may have any number."""
 

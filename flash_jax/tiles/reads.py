@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from flash_jax.spec import Mod
+from flash_jax.spec import Mod, Operands
 from flash_jax.tiles.mods import walk
 from flash_jax.tiles.sums import sum_to
 
@@ -129,29 +129,29 @@ def wanted_reads(mod: Mod | None, leads: dict) -> dict[int, Read]:
     return found
 
 
-def dense_shape(read: Read, leads: dict, batch: tuple[int, ...], sizes: tuple[int, int, int]) -> tuple[int, ...]:
+def dense_shape(read: Read, leads: dict, operands: Operands, mod: Mod, sizes: tuple[int, int, int]) -> tuple[int, ...]:
     """The shape [..., H or 1, T, S] in which the sums of a "dense" read are needed; sizes are (H, T, S)."""
     used = {x.variable for x in read.indices if x is not None}
-    own = leads[f"mods.{read.operand}"]
-    lead = (*own[: len(own) - len(batch)], *(batch if "b" in used else (1,) * len(batch)))
-    return *lead, sizes[0] if "h" in used else 1, *sizes[1:]
+    own, count = leads[f"mods.{read.operand}"], len(mod.batch)
+    batch = operands.mod_examples.shape[len(own) - count :] if "b" in used else (1,) * count
+    return *own[: len(own) - count], *batch, sizes[0] if "h" in used else 1, *sizes[1:]
 
 
 def gradients(
-    found: dict[Any, tuple[Read, jax.Array]], mods: tuple, leads: dict, batch: tuple[int, ...], sizes: tuple[int, int]
+    found: dict[Any, tuple[Read, jax.Array]], operands: Operands, leads: dict, mod: Mod, sizes: tuple[int, int]
 ) -> dict[str, jax.Array]:
     """{"mods.n": gradient} of the operands named in `leads`, from the sums of each read (see `operand_gradient`)."""
     out = {}
-    for n, x in enumerate(mods):
+    for n, x in enumerate(operands.mods):
         if (name := f"mods.{n}") not in leads:
             continue
         own = x.shape[len(leads[name]) :]
         total = jnp.zeros(leads[name] + own, jnp.result_type(jnp.float32, *(sums for _, sums in found.values())))
         for read, sums in found.values():
             if read.operand == n:
-                part = operand_gradient(read, sums, batch, own, sizes)
+                part = operand_gradient(read, sums, operands, mod, own, sizes)
                 lead = part.shape[: part.ndim - len(own)]
-                total = total + sum_to(part.reshape(*lead, *(1,) * len(batch), *own), total.shape)
+                total = total + sum_to(part.reshape(*lead, *(1,) * len(mod.batch), *own), total.shape)
         out[name] = total
     return out
 
@@ -180,28 +180,31 @@ _RULES = {
 
 
 def operand_gradient(
-    read: Read, sums: jax.Array, batch: tuple[int, ...], own: tuple[int, ...], sizes: tuple[int, int]
+    read: Read, sums: jax.Array, operands: Operands, mod: Mod, own: tuple[int, ...], sizes: tuple[int, int]
 ) -> jax.Array:
     """What one read adds to the gradient of its operand [..., *own], in a fixed order and float32.
 
     Args:
       read: of which this is the gradient.
       sums: [..., *batch, H, n] for rows (n = T), columns (S) and diagonals (T + S - 1, in the order of i - j), and for
-        "dense" [..., *batch, H, T, S]; a dim that the read does not need may be summed up already, to size 1.
-      batch: the dims over which the batch index counts.
+        "dense" [..., *batch, H, T, S]; a dim that the read does not need may be summed up already, to size 1. Examples
+        and heads may be those of one device; `operands` says which they are.
+      operands: of the call.
+      mod: whose read it is.
       own: the operand's shape.
       sizes: (T, S).
     """
-    kind = read.kind
+    kind, count = read.kind, len(mod.batch)
     tail = 3 if kind == "dense" else 2
-    lead = sums.shape[: sums.ndim - tail - len(batch)]
+    lead = sums.shape[: sums.ndim - tail - count]
     axes = {"rows": "bhi", "columns": "bhj", "diagonals": "bhd", "dense": "bhij"}[kind or ""]
     used = ["d" if x.variable == "i-j" else x.variable for x in read.indices if x is not None]
-    kept = tuple(sums.shape[len(lead) : len(lead) + len(batch)])
+    examples = int(np.prod(sums.shape[len(lead) : len(lead) + count], dtype=np.int64))
+    x = sums.reshape(*lead, examples, *sums.shape[len(lead) + count :])
     if "b" in used:
-        x = sums.reshape(*lead, int(np.prod(batch)), *sums.shape[len(lead) + len(batch) :])
-    else:
-        x = sums.sum(tuple(range(len(lead), len(lead) + len(kept))))[(slice(None),) * len(lead) + (None,)]
+        x = _among(x, len(lead), operands.mod_examples, int(np.prod(mod.batch, dtype=np.int64)))
+    if "h" in used:
+        x = _among(x, len(lead) + 1, operands.mod_heads, mod.heads)
     first = {"i": 0, "j": 0, "b": 0, "h": 0, "d": 1 - sizes[1]}
     for n, axis in enumerate(axes):
         if axis not in used:
@@ -217,6 +220,14 @@ def operand_gradient(
         values = np.arange(x.shape[at]) + (0 if name is None else first[name])
         x = _place(x, at, index.targets(values, size) if index is not None else values, size)
     return x
+
+
+def _among(x: jax.Array, axis: int, numbers: jax.Array, count: int) -> jax.Array:
+    """x with entry n of `axis` as entry numbers[n] of `count`, the others 0; as it is where it has them all."""
+    if x.shape[axis] == count:
+        return x
+    zeros = jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+    return zeros.at[(slice(None),) * axis + (numbers.reshape(-1),)].set(x, unique_indices=True)
 
 
 def _place(x: jax.Array, axis: int, targets: np.ndarray, size: int) -> jax.Array:

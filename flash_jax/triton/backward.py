@@ -30,7 +30,8 @@ def backward(
     """Gradients of the inputs named in `wanted`, with the leading dims given there; launches only what they need."""
     q, k, v, operands = primals
     bias: Any = operands.bias
-    count, mod = q.ndim - 3, spec.score_mod or spec.mask_mod
+    count = q.ndim - 3
+    mod: Any = spec.score_mod or spec.mask_mod
     lead = np.broadcast_shapes(*(x.shape[:count] for x in (q, k, v, out_ct, lse)), *leads(operands, count))
     dead = softmax.dead_rows(out, lse, operands.sinks)
     delta = softmax.delta(out, out_ct, dead, lse_ct)
@@ -66,7 +67,7 @@ def backward(
         found["bias"] = bias_pass(residuals, operands, lead, target, spec)
     entries |= {name: diagonal_pass(residuals, operands, lead, spec, name) for name in of("diagonals")}
     for name in of("dense"):
-        shape = dense_shape(reads[name], wanted, mod.batch if mod else (), (q.shape[-2], q.shape[-3], k.shape[-3]))
+        shape = dense_shape(reads[name], wanted, operands, mod, (q.shape[-2], q.shape[-3], k.shape[-3]))
         target = jax.ShapeDtypeStruct(shape, jnp.float32)
         entries[name] = bias_pass(residuals, operands, lead, target, spec, name)
 
@@ -77,7 +78,7 @@ def backward(
     entries |= {name: row_gradient(sums, name, row) for name in of("rows")}
     if mod is not None:
         pairs = {name: (reads[name], x) for name, x in entries.items()}
-        found |= gradients(pairs, operands.mods, wanted, mod.batch, (q.shape[-3], k.shape[-3]))
+        found |= gradients(pairs, operands, wanted, mod, (q.shape[-3], k.shape[-3]))
     inputs = dict(operands.items(), query=q, key=k, value=v)
     return {
         name: sum_to(found[name], own + found[name].shape[len(own) :]).astype(inputs[name].dtype)

@@ -25,8 +25,7 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
     n-th read of the score_mod gives.
     """
-    at = pl.program_id(2), pl.program_id(1) * shape.groups
-    reader = Reader.of(extra, spec, shape, tile, at, transposed=True)
+    reader = Reader.of(extra, spec, shape, tile, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
     j = pl.program_id(0)
     col = j * tile.block_kv

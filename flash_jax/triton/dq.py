@@ -23,7 +23,7 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
     and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what
     the n-th read of the score_mod gives. dq_ref is None where only these are wanted.
     """
-    reader = Reader.of(extra, spec, shape, tile, at=(pl.program_id(2), pl.program_id(1)))
+    reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
     i = q_tile(pl.program_id(0), shape, tile, spec)
     row = i * tile.block_q

@@ -26,7 +26,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     that do not; tiles with nothing visible are not visited.
     """
     q_ref, k_ref, v_ref = arrays
-    reader = Reader.of(extra, spec, shape, tile, at=(pl.program_id(2), pl.program_id(1)))
+    reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(q_ref.dtype)
     i = q_tile(pl.program_id(0), shape, tile, spec)
     row = i * tile.block_q

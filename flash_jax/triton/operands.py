@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from flash_jax.spec import OWN_RANK, AttentionSpec, Mod, Operands
+from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
 from flash_jax.tiles import block_map, dropout, masks, ranges
 from flash_jax.tiles.block_map import TileList
 from flash_jax.tiles.masks import Geometry, Int, Slots, TileRange
@@ -22,7 +22,7 @@ from flash_jax.triton.tiling import Tile, padded
 
 _SLOT_DIMS = {
     "bias": 2, "mask": 2, "dropout_words": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
-    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "q_summary": 2, "kv_summary": 2, "tiles": 2,
+    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "mod_heads": 0, "q_summary": 2, "kv_summary": 2, "tiles": 2,
 }  # fmt: skip
 """Dims of a ref that remain when one example and one head are chosen."""
 
@@ -77,7 +77,7 @@ def specs(x: Inputs, shape: Shape, groups: int | None) -> Inputs:
     def spec(name, v):
         lead = v.shape[: len(shape.lead)]
         own, example = v.shape[len(lead) :], shape.example(lead)
-        if name in ("alibi_slopes", "sinks"):
+        if name in ("alibi_slopes", "sinks", "mod_heads"):
             return pl.BlockSpec((None, groups), lambda t, h, b: (example(b), h))
         if name == "dropout_words":
             return pl.BlockSpec((None, groups, 2), lambda t, h, b: (example(b), h, 0))
@@ -116,9 +116,8 @@ class View(NamedTuple):
 class Reader:
     """Reads the operands of one example in a kernel.
 
-    With `transposed`, tiles are [block_kv, block_q] and queries stream past; otherwise keys do. `at` is the example,
-    counted over all leading dims, and the first head in sight. `example` gives, by name, the index of the example in
-    refs that hold them all; None where refs hold the one of this program.
+    With `transposed`, tiles are [block_kv, block_q] and queries stream past; otherwise keys do. `example` gives, by
+    name, the index of the example in refs that hold them all; None where refs hold the one of this program.
     """
 
     inputs: Inputs
@@ -127,7 +126,6 @@ class Reader:
     spec: AttentionSpec
     shape: Shape
     tile: Tile
-    at: tuple[Int, Int]
     transposed: bool
     example: Callable[[str], Int] | None
 
@@ -138,7 +136,6 @@ class Reader:
         spec: AttentionSpec,
         shape: Shape,
         tile: Tile,
-        at: tuple[Int, Int],
         transposed: bool = False,
         example: Callable[[str], Int] | None = None,
     ) -> "Reader":
@@ -151,7 +148,7 @@ class Reader:
 
         numbers = x.operands.map(read)
         geometry = Geometry.of(spec, numbers, shape.T, shape.S)
-        return cls(x, numbers, geometry, spec, shape, tile, at, transposed, example)
+        return cls(x, numbers, geometry, spec, shape, tile, transposed, example)
 
     @property
     def closed(self) -> bool:
@@ -268,7 +265,7 @@ class Reader:
                 seen = self._dense("mask", row, col, masked, head)
                 allowed &= seen if seen.dtype == jnp.bool_ else seen != 0
             if self.spec.mask_mod is not None:
-                place = self._coordinates(self.spec.mask_mod, r, c, head)
+                place = self._coordinates(r, c, head)
                 allowed &= evaluate(self.spec.mask_mod, list(place), self._read)
             keep = self._keep(allowed, rows, cols, row, col)
         if o.bias is not None:
@@ -282,17 +279,15 @@ class Reader:
             row_word, col_word = (o.dropout_words[(*prefix, jnp.asarray(n, jnp.int32))] for n in (0, 1))
             kept = dropout.kept(row_word, col_word, r.slot, c.slot, self.spec.dropout_rate)
         if self.spec.score_mod is not None:
-            place = self._coordinates(self.spec.score_mod, r, c, head)
+            place = self._coordinates(r, c, head)
             mod = TileMod.of(self.spec.score_mod, place, self._read, jnp.float32)
         forbidden = None if allowed is None or self.closed else ~allowed
         return View(allowed, forbidden, keep, addend, distance, kept, mod)
 
-    def _coordinates(self, mod: Mod, rows: Slots, cols: Slots, head: Any) -> tuple:
-        """Batch, head, q index and k index, as the user's function counts them."""
-        example, first = (jnp.asarray(x, jnp.int32) for x in self.at)
-        count = int(np.prod(mod.batch, dtype=np.int64))  # further leading dims, in front, are vmap's
-        example = lax.rem(example, jnp.full_like(example, count)) if count > 1 else jnp.zeros((), jnp.int32)
-        return example, first if head is None else first + head, rows.slot, cols.slot
+    def _coordinates(self, rows: Slots, cols: Slots, head: Any) -> tuple:
+        """Batch, head, q index and k index, as a mod gets them."""
+        h = self.numbers.mod_heads[self._prefix("mod_heads", head) or ...]
+        return self.numbers.mod_examples, h, rows.slot, cols.slot
 
     def _read(self, operand: int, index: list) -> jax.Array:
         """The entries of one of `mods`; an index outside is moved to the nearest end."""

@@ -36,7 +36,7 @@ def add_pair(
     """
     (extra, refs), (example, head, i, j), (spec, tile, shape) = arrays, place, static
     at = {name: jnp.asarray(shape.example(own)(example), jnp.int32) for name, own in names.items()}
-    reader = Reader.of(extra, spec, shape, tile, (example, 0), example=lambda name: at[name])
+    reader = Reader.of(extra, spec, shape, tile, example=lambda name: at[name])
     scoring = reader.scoring(refs.q.dtype)
     row, col = i * tile.block_q, j * tile.block_kv
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)

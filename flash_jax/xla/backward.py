@@ -1,7 +1,7 @@
 """Backward pass: gradients as a sum over tiles, plain JAX; differentiated again for second derivatives."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def backward(
     if mod := spec.score_mod or spec.mask_mod:
         reads = wanted_reads(spec.score_mod, leads)
         entries = {n: (x, _read_sums(plan, n, x, totals, sums, row)) for n, x in reads.items()}
-        found |= gradients(entries, operands.mods, leads, mod.batch, plan.lengths)
+        found |= gradients(entries, operands, leads, mod, plan.lengths)
     named = dict(operands.items(), query=q, key=k, value=v)
     return {name: found[name].astype(named[name].dtype) for name in leads}
 
@@ -99,7 +99,9 @@ def _zeros(plan: Plan, primals, leads, lead) -> dict[str, jax.Array]:
     if by_rows(operands, leads, S):
         del shapes["bias"]
     reads = wanted_reads(plan.spec.score_mod, leads)
-    shapes |= {_name(n): _read_shape(plan, x, leads, lead) for n, x in reads.items() if x.kind != "rows"}
+    shapes |= {
+        _name(n): _read_shape(plan, x, plan.spec.score_mod, leads, lead) for n, x in reads.items() if x.kind != "rows"
+    }
     by_row = tuple(_name(n) for n, x in reads.items() if x.kind == "rows")
     shapes |= {f"{name}_sums": (1 if name == "ds" else 2, *stats) for name in needed_sums(operands, leads, S, by_row)}
     return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
@@ -110,15 +112,15 @@ def _name(number: int) -> str:
     return f"read.{number}"
 
 
-def _read_shape(plan: Plan, read: Read, leads: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
+def _read_shape(plan: Plan, read: Read, mod: Any, leads: dict, lead: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of what a read sums up over tiles: columns, diagonals (i - j ascending), or all entries."""
     (T, S), (block_q, block_kv) = plan.lengths, plan.blocks
     if read.kind == "columns":
         return *lead, *plan.heads, round_up(S, block_kv)
     if read.kind == "diagonals":
         return *lead, *plan.heads, round_up(T, block_q) + round_up(S, block_kv) - 1
-    batch = plan.spec.score_mod.batch if plan.spec.score_mod is not None else ()
-    return plan.shape_by_head(dense_shape(read, leads, batch, (plan.heads[0] * plan.heads[1], T, S)), 2)
+    sizes = plan.heads[0] * plan.heads[1], T, S
+    return plan.shape_by_head(dense_shape(read, leads, plan.operands, mod, sizes), 2)
 
 
 def _read_sums(plan: Plan, number: int, read: Read, totals: dict, sums: dict, row: tuple) -> jax.Array:

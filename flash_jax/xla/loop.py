@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flash_jax.spec import AttentionSpec, Mod, Operands
+from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import block_map, dropout, masks, ranges
 from flash_jax.tiles.masks import Geometry, Slots
 from flash_jax.tiles.mods import TileMod, evaluate
@@ -220,7 +220,7 @@ class View(NamedTuple):
         if tile.masked:
             allowed = masks.allowed(rows, cols, geometry, spec)
             if spec.mask_mod is not None:
-                place = _coordinates(plan, spec.mask_mod, rows, cols)
+                place = _coordinates(plan, rows, cols)
                 allowed &= evaluate(spec.mask_mod, list(place), table_reader(o.mods))
             if o.mask is not None:
                 allowed &= dense_tile(plan.by_head(o.mask, 2), starts, plan.blocks)
@@ -239,7 +239,7 @@ class View(NamedTuple):
             row_word, col_word = (plan.by_head(o.dropout_words[..., n], 0)[..., None, None] for n in (0, 1))
             kept = dropout.kept(row_word, col_word, rows.slot, cols.slot, spec.dropout_rate)
         if spec.score_mod is not None:
-            place, dtype = _coordinates(plan, spec.score_mod, rows, cols), plan.stats_dtype
+            place, dtype = _coordinates(plan, rows, cols), plan.stats_dtype
             mod = TileMod.of(spec.score_mod, place, table_reader(o.mods), dtype)
         return cls(plan, tile, allowed, keep_rows, keep_cols, addend, distance, kept, mod)
 
@@ -272,12 +272,9 @@ def _slots(plan: Plan, start: jax.Array, block: int, positions, segments) -> Slo
     return Slots(start + jnp.arange(block, dtype=jnp.int32), cut(positions), cut(segments))
 
 
-def _coordinates(plan: Plan, mod: Mod, rows: Slots, cols: Slots) -> tuple:
-    """Batch, head, q index and k index of a tile's entries, as the mod counts them."""
-    count = int(np.prod(mod.batch, dtype=np.int64))
-    b = jnp.arange(count, dtype=jnp.int32).reshape(*mod.batch, 1, 1, 1, 1)
-    K, G = plan.heads
-    h = jnp.arange(K * G, dtype=jnp.int32).reshape(K, G, 1, 1)
+def _coordinates(plan: Plan, rows: Slots, cols: Slots) -> tuple:
+    """Batch, head, q index and k index of a tile's entries, as a mod gets them."""
+    b, h = _lift(plan.operands.mod_examples, 4), plan.by_head(plan.operands.mod_heads, 0)[..., None, None]
     return b, h, rows.slot, cols.slot
 
 

@@ -1,0 +1,225 @@
+"""How a pass is cut over a mesh under plain `jit`: batch and heads stay where they are, sequences are whole.
+
+Each pass is wrapped in JAX's `custom_partitioning`, so that the compiler neither gathers batch or heads nor cuts a
+kernel in two. A sharding rule lets shardings flow through the call; when they are settled, `_cut` decides from them how
+each array lies, and what one device runs on its part: the pass itself, with a key/value head picked where these are
+fewer than the devices, and sums over the devices for gradients that all of them share.
+"""
+
+import string
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flash_jax import compat
+
+# The dims of each array after the leading ones: "t" and "s" are lengths, "h" and "k" heads, "d" and "e" head dims. What
+# is not listed has no dim that can be cut.
+_DIMS = {
+    "query": "thd", "key": "skd", "value": "ske", "out": "the", "lse": "ht", "bias": "hts", "mask": "hts",
+    "alibi_slopes": "h", "sinks": "h", "dropout_words": "hw", "block_map": "hxy", "mod_heads": "h",
+    "q_positions": "t", "q_segment_ids": "t", "kv_positions": "s", "kv_segment_ids": "s",
+}  # fmt: skip
+_CUT = "hk"  # the dims, besides the leading ones, over which arrays may be sharded
+
+_MANUAL_IN_PART = (
+    "flash_attention inside a `jax.shard_map` over some axes of the mesh has inputs that are sharded over its other "
+    "axes. Let `shard_map` be over all of the axes that shard the inputs."
+)
+
+Axes = tuple[str, ...]
+
+
+class Array(NamedTuple):
+    """One array of a pass: its name (of an input, "out" or "lse") and its shape, with `lead` leading dims."""
+
+    name: str
+    shape: tuple[int, ...]
+    lead: int
+
+    def letters(self) -> list[str | None]:
+        """A letter for each dim, equal in all arrays of the pass; None for what is not cut and flows nowhere."""
+        own = self.shape[self.lead :]
+        named = _DIMS.get(self.name, "").ljust(len(own))
+        lead = [f"lead{d}" if n > 1 else None for d, n in enumerate(self.shape[: self.lead])]
+        return lead + [c if c != " " and n > 1 else None for c, n in zip(named, own, strict=True)]
+
+
+class Layout(NamedTuple):
+    """How a pass is cut: over which mesh axes each leading dim, and the heads of query and of key."""
+
+    lead: tuple[Axes, ...]
+    heads: Axes
+    kv_heads: Axes
+
+    def spec(self, x: Array) -> P:
+        """The partition of one array."""
+        axes = {f"lead{d}": a for d, a in enumerate(self.lead)} | {"h": self.heads, "k": self.kv_heads}
+        return P(*(axes.get(c or "", ()) or None for c in x.letters()))
+
+    def missing(self, x: Array) -> Axes:
+        """The axes over which the work is cut and x is not: what devices find of x must be summed up over them."""
+        own = {axis for axes in self.spec(x) for axis in (axes or ())}
+        return tuple(axis for axes in (*self.lead, self.heads) for axis in axes if axis not in own)
+
+
+def over_mesh(run: Callable, inputs: Sequence[str], outputs: Sequence[str], sums: bool) -> Callable:
+    """`run(*arrays) -> tuple` as it runs on each device of a mesh.
+
+    Args:
+      run: a pass, for whole arrays or for the part of one device.
+      inputs, outputs: the name of each array. Arrays of out's shape are all called "out", of lse's "lse".
+      sums: whether outputs are gradients, which devices that share an input add up.
+    """
+
+    def wrapped(*args):
+        lead = args[0].ndim - 3
+        results = jax.eval_shape(run, *args)
+        ins = [Array(name, x.shape, lead) for name, x in zip(inputs, args, strict=True)]
+        outs = [Array(name, x.shape, lead) for name, x in zip(outputs, results, strict=True)]
+
+        def partition(mesh, arg_shapes, result_shapes):
+            shardings = [x.sharding for x in arg_shapes]
+            if not all(isinstance(x, NamedSharding) for x in shardings):  # inside a shard_map over some of the axes
+                if any(x.sharding.shard_shape(x.shape) != x.shape for x in arg_shapes):
+                    raise NotImplementedError(_MANUAL_IN_PART)
+                return mesh, run, tuple(x.sharding for x in result_shapes), tuple(shardings)
+            layout = _layout(mesh, ins, [x.spec for x in shardings])
+            placed = [tuple(NamedSharding(mesh, layout.spec(x)) for x in side) for side in (outs, ins)]
+            return mesh, _local(run, ins, outs, layout, mesh, sums), *placed
+
+        partitioned = custom_partitioning(lambda *xs: tuple(run(*xs)))
+        rule, whole = _rule(ins, outs)
+        partitioned.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
+        return partitioned(*args)
+
+    return wrapped
+
+
+def check_explicit(inputs: Sequence[str], args: Sequence[jax.Array]) -> None:
+    """Raises NotImplementedError for an input whose type says that more than batch and heads is sharded."""
+    for name, x in zip(inputs, args, strict=True):
+        letters = Array(name, x.shape, args[0].ndim - 3).letters()
+        for dim, (letter, axes) in enumerate(zip(letters, compat.explicit_part(jax.typeof(x)), strict=False)):
+            if axes and not _is_cut(letter):
+                raise NotImplementedError(
+                    f"Dim {dim} of `{name}` is sharded over the explicit mesh axes {list(axes)}; flash_attention keeps "
+                    "batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it first."
+                )
+
+
+def _is_cut(letter: str | None) -> bool:
+    return letter is not None and (letter.startswith("lead") or letter in _CUT)
+
+
+def on_explicit_axes(run: Callable, inputs: Sequence[str], args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """`run(*args) -> (out, lse)`, in a `shard_map` where the types of inputs say that they are sharded."""
+    if not any(compat.explicit_axes(jax.typeof(x)) for x in args):
+        return run(*args)
+    check_explicit(inputs, args)
+    mesh, lead = jax.sharding.get_abstract_mesh(), args[0].ndim - 3
+    ins = [Array(name, x.shape, lead) for name, x in zip(inputs, args, strict=True)]
+    layout = _layout(mesh, ins, [P(*(compat.explicit_part(jax.typeof(x)))) for x in args])
+    specs = tuple(layout.spec(x) for x in ins)
+    kv_heads, picks = ins[1].shape[-2], bool(layout.heads) and not layout.kv_heads
+
+    def local(*args):
+        if picks:
+            mine = lax.axis_index(layout.heads) * kv_heads // _count(mesh, layout.heads)
+            args = [_pick(x, a, mine) for x, a in zip(args, ins, strict=True)]
+        return run(*args)
+
+    T, H, Dv = ins[0].shape[-3], ins[0].shape[-2], ins[2].shape[-1]
+    full = tuple(max(x.shape[d] for x in ins) for d in range(lead))
+    outs = tuple(layout.spec(Array(n, full + s, lead)) for n, s in (("out", (T, H, Dv)), ("lse", (H, T))))
+    args = [jax.sharding.reshard(x, s) for x, s in zip(args, specs, strict=True)]
+    # Over the automatic axes of a mixed mesh, too, whose shardings are not known here: inputs are whole along these.
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = {axis for axis, kind in types.items() if kind != jax.sharding.AxisType.Manual}
+    return jax.shard_map(local, in_specs=specs, out_specs=outs, axis_names=names)(*args)
+
+
+def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:
+    """The sharding rule in the notation of `custom_partitioning`, and its factors that must not be cut, in order."""
+    factors: dict[str, str] = {}
+    whole: list[str] = []
+
+    def factor(letter):
+        name = f"u{len(factors)}" if letter is None else letter
+        if name not in factors:
+            factors[name] = string.ascii_lowercase[len(factors)] if len(factors) < 26 else f"z{len(factors)}"
+            if letter is None or letter in string.ascii_lowercase and letter not in _CUT:
+                whole.append(factors[name])
+        return factors[name]
+
+    sides = [", ".join(" ".join(factor(c) for c in x.letters()) for x in side) for side in (ins, outs)]
+    return " -> ".join(sides), tuple(whole)
+
+
+def _layout(mesh: Mesh | AbstractMesh, ins: list[Array], specs: list[P]) -> Layout:
+    """The layout that follows from how the inputs lie: the first that is cut along a dim decides."""
+    free = set(mesh.axis_names)
+    found: dict[str, Axes] = {}
+    for x, spec in zip(ins, specs, strict=True):
+        padded = (*spec, *(None,) * (len(x.shape) - len(spec)))
+        for letter, size, axes in zip(x.letters(), x.shape, padded, strict=True):
+            axes = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+            fits = axes and free.issuperset(axes) and size % _count(mesh, axes) == 0
+            if not letter or not _is_cut(letter) or not fits or letter in found or letter == "k" and "h" in found:
+                continue
+            found[letter] = axes
+            free -= set(axes)
+    query, key = ins[0], ins[1]
+    H, K = query.shape[-2], key.shape[-2]
+    heads = found.get("h", found.get("k", ()))
+    count = _count(mesh, heads)
+    if K % count == 0:
+        kv_heads = heads
+    elif H % count == 0 and (H // K) % (H // count) == 0:
+        kv_heads = ()  # the query heads of a device share one key/value head, which it picks
+    else:
+        heads = kv_heads = ()
+    return Layout(tuple(found.get(f"lead{d}", ()) for d in range(query.lead)), heads, kv_heads)
+
+
+def _count(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
+    """Devices along axes."""
+    n = 1
+    for axis in axes:
+        n *= mesh.shape[axis]
+    return n
+
+
+def _local(run: Callable, ins: list[Array], outs: list[Array], layout: Layout, mesh: Mesh, sums: bool) -> Callable:
+    """What one device runs on its part."""
+    picks = bool(layout.heads) and not layout.kv_heads
+    kv_heads = ins[1].shape[-2]
+
+    def local(*args):
+        mine = 0
+        if picks:
+            mine = lax.axis_index(layout.heads) * kv_heads // _count(mesh, layout.heads)
+            args = [_pick(x, a, mine) for x, a in zip(args, ins, strict=True)]
+        results = list(run(*args))
+        for n, x in enumerate(outs if sums else ()):
+            if picks and x.name in ("key", "value"):
+                whole = jnp.zeros((*results[n].shape[:-2], kv_heads, results[n].shape[-1]), results[n].dtype)
+                results[n] = lax.dynamic_update_slice_in_dim(whole, results[n], mine, whole.ndim - 2)
+            if missing := layout.missing(x):
+                results[n] = lax.psum(results[n].astype(jnp.float32), missing).astype(results[n].dtype)
+        return tuple(results)
+
+    return local
+
+
+def _pick(x: jax.Array, array: Array, mine) -> jax.Array:
+    """The one key/value head that a device needs."""
+    if array.name not in ("key", "value"):
+        return x
+    return lax.dynamic_slice_in_dim(x, mine, 1, axis=x.ndim - 2)
