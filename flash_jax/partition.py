@@ -60,12 +60,15 @@ class Layout(NamedTuple):
 
     def spec(self, x: Array) -> P:
         """The partition of one array."""
-        axes = {f"lead{d}": a for d, a in enumerate(self.lead)} | {"h": self.heads, "k": self.kv_heads}
-        return P(*(axes.get(c or "", ()) or None for c in x.letters()))
+        return P(*(axes or None for axes in self._axes(x)))
+
+    def _axes(self, x: Array) -> list[Axes]:
+        named = {f"lead{d}": a for d, a in enumerate(self.lead)} | {"h": self.heads, "k": self.kv_heads}
+        return [named.get(c or "", ()) for c in x.letters()]
 
     def missing(self, x: Array) -> Axes:
         """The axes over which the work is cut and x is not: what devices find of x must be summed up over them."""
-        own = {axis for axes in self.spec(x) for axis in (axes or ())}
+        own = {axis for axes in self._axes(x) for axis in axes}
         return tuple(axis for axes in (*self.lead, self.heads) for axis in axes if axis not in own)
 
 

@@ -18,6 +18,7 @@ MAY_IMPORT = {
         "arguments",
         "validate",
         "select",
+        "partition",
         "explanation",
         "picture",
         "triton.tiling",
@@ -40,6 +41,7 @@ MAY_IMPORT = {
         "spec",
         "compat",
     ],  # higher orders differentiate the code of xla
+    "partition": ["compat"],
     "select": ["xla", "triton", "mosaic_gpu", "spec", "compat"],
     "xla": ["tiles", "spec", "compat"],
     "triton": ["tiles", "spec", "compat", "xla.tangent"],  # it has no tangent kernel of its own yet
