@@ -54,8 +54,8 @@ def flash_attention_dbias_kernel(extra, refs: Residuals, dbias_ref, *, spec, til
             delta = load_stats(refs.delta.at[at["delta"], head, here_q], inside_q)
             view = reader.view(row, col, True, head)
             view = view.guarded()  # without `keep`: rows and keys are loaded as they are
-            p, _ = probabilities(columns.inner(q, k, spec), lse[:, None], view, scoring, spec, refs.q.dtype)
-            return total + score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
+            p = probabilities(columns.inner(q, k, spec), lse[:, None], view, scoring, refs.q.dtype)
+            return total + score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
 
         return lax.fori_loop(0, jnp.asarray(reader.visible(i, j)).astype(jnp.int32), add, total)
 

@@ -45,9 +45,9 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
         lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
         qk = columns.inner(k, q, spec)  # [block_kv, block_q]
-        p, p_kept = probabilities(qk, lse[None, :], view, scoring, spec, refs.k.dtype)
-        dv = columns.add_product(dv, p_kept, out_ct, spec)
-        ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, spec)
+        p = probabilities(qk, lse[None, :], view, scoring, refs.k.dtype)
+        dv = columns.add_product(dv, p[1], out_ct, spec)
+        ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
         column = None if column is None else column + ds.sum(axis=1)
         return columns.add_product(dk, to_product(ds, qk, view, scoring), q, spec), dv, column
 
@@ -72,6 +72,8 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
     )
     dk = tuple(part * scoring.scale.value for part in dk)
+    if spec.dropout_rate:
+        dv = tuple(part * (1 / (1 - spec.dropout_rate)) for part in dv)
     if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
         dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
     columns.store(dk_ref, dk, within, shape.D)

@@ -40,10 +40,10 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
         here = (pl.ds(col, tile.block_kv),)
         k, v = columns.load(refs.k, here, view.keep, shape.D), columns.load(refs.v, here, view.keep, shape.Dv)
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
-        p, _ = probabilities(qk, lse[:, None], view, scoring, spec, refs.q.dtype)
-        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
+        p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
+        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
-        sums = {name: _add_sums(total, name, p, ds, entries) for name, total in sums.items()}
+        sums = {name: _add_sums(total, name, p[0], ds, entries) for name, total in sums.items()}
         if dq is not None:
             dq = columns.add_product(dq, to_product(ds, qk, view, scoring), k, spec)
         return dq, sums

@@ -42,13 +42,16 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         view = reader.view(row, col, masked)
         here = (pl.ds(col, tile.block_kv),)
         k = columns.load(k_ref, here, view.keep, shape.D)
-        raw = columns.inner(q, k, spec)  # [block_q, block_kv]
-        if not scoring.plain:
-            raw = scoring.natural(raw, view.addend)
+        raw = scoring.raw(columns.inner(q, k, spec), view.addend)  # [block_q, block_kv]
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, row_max, row_sum = softmax.step(
-            raw, row_max, row_sum, scoring.multiplier, masked=masked or extra.operands.bias is not None
+            raw,
+            row_max,
+            row_sum,
+            scoring.multiplier,
+            masked=masked or scoring.biased,
+            exp2=scoring.arithmetic.exp2,
         )
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)

@@ -14,6 +14,7 @@ from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
 from flash_jax.tiles import dropout, masks, ranges
 from flash_jax.tiles.masks import Geometry, Int, Slots, TileRange
 from flash_jax.tiles.scores import Scoring
+from flash_jax.triton.instructions import arithmetic
 from flash_jax.triton.launch import Shape, flat
 from flash_jax.triton.tiling import Tile, padded
 
@@ -149,7 +150,8 @@ class Reader:
 
     def scoring(self, dtype: Any) -> Scoring:
         """How the call makes scores, for inputs of `dtype`."""
-        return Scoring.of(self.spec, self.numbers, quick=jnp.dtype(dtype).itemsize < 4)
+        quick = jnp.dtype(dtype).itemsize < 4
+        return Scoring.of(self.spec, self.numbers, quick, arithmetic(self.spec))
 
     def kv_range(self, i: Int) -> TileRange:
         """The key/value tiles that query tile i attends."""
