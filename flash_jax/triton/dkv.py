@@ -11,7 +11,17 @@ from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import masks
 from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product
-from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
+from flash_jax.triton.launch import (
+    Shape,
+    flat_output,
+    has_nan,
+    launch,
+    load_stats,
+    output,
+    over_tiles,
+    store_stats,
+    with_care,
+)
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
@@ -36,10 +46,10 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
     v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
-    def body(i, carry, head, masked):
+    def body(i, carry, head, careful, masked):
         dk, dv, column = carry
         row = i * tile.block_q
-        view = reader.view(row, col, masked, head)
+        view = reader.view(row, col, masked, head, careful)
         here = pl.ds(row, tile.block_q)
         q = columns.load(refs.q, (here, head), view.keep, shape.D)
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
@@ -53,24 +63,30 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
 
     seen = reader.q_range(j)
 
-    def one_head(head, carry):
+    def one_head(head, carry, careful):
         head = jnp.asarray(head, jnp.int32)  # under jax_enable_x64 a loop counts in 64 bits
         column = None if column_ref is None else jnp.zeros((tile.block_kv,), jnp.float32)
+        one = functools.partial(body, head=head, careful=careful)
         *carry, column = over_tiles(
-            seen, functools.partial(body, head=head), (*carry, column), whole=shape.T >= tile.block_q
+            seen.all_partial() if careful else seen, one, (*carry, column), whole=shape.T >= tile.block_q
         )
         if column_ref is not None:
             column = column if inside is None else jnp.where(inside, column, 0)
             store_stats(column_ref.at[head, pl.ds(jnp.zeros((), jnp.int32), tile.block_kv)], column, within)
         return tuple(carry)
 
-    dk = columns.zeros(tile.block_kv, shape.D, refs.k.dtype)
-    dv = columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype)
-    dk, dv = (
-        one_head(jnp.zeros((), jnp.int32), (dk, dv))
-        if shape.groups == 1
-        else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
+    start = (
+        columns.zeros(tile.block_kv, shape.D, refs.k.dtype),
+        columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype),
     )
+
+    def run(careful):
+        one = functools.partial(one_head, careful=careful)
+        if shape.groups == 1:
+            return one(jnp.zeros((), jnp.int32), start)
+        return lax.fori_loop(0, shape.groups, one, start)
+
+    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*found[0], *found[1]))
     dk = tuple(part * scoring.scale.value for part in dk)
     if spec.dropout_rate:
         dv = tuple(part * (1 / (1 - spec.dropout_rate)) for part in dv)

@@ -10,7 +10,17 @@ from jax.experimental import pallas as pl
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import softmax
 from flash_jax.triton import columns
-from flash_jax.triton.launch import Shape, flat, flat_output, launch, output, over_tiles, store_stats
+from flash_jax.triton.launch import (
+    Shape,
+    flat,
+    flat_output,
+    has_nan,
+    launch,
+    output,
+    over_tiles,
+    store_stats,
+    with_care,
+)
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
@@ -36,10 +46,10 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     if scoring.plain:
         q = _signed(q, scoring.scale.sign)
 
-    def body(j, carry, masked):
+    def body(j, carry, masked, careful):
         accumulator, row_max, row_sum = carry
         col = j * tile.block_kv
-        view = reader.view(row, col, masked)
+        view = reader.view(row, col, masked, careful=careful)
         here = (pl.ds(col, tile.block_kv),)
         k = columns.load(k_ref, here, view.keep, shape.D)
         raw = scoring.raw(columns.inner(q, k, spec), view.addend)  # [block_q, block_kv]
@@ -65,7 +75,13 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
-    accumulator, row_max, row_sum = over_tiles(reader.kv_range(i), body, carry, whole=shape.S >= tile.block_kv)
+    seen = reader.kv_range(i)
+
+    def run(careful):
+        tiles = seen.all_partial() if careful else seen
+        return over_tiles(tiles, functools.partial(body, careful=careful), carry, whole=shape.S >= tile.block_kv)
+
+    accumulator, row_max, row_sum = with_care(run, not reader.closed, lambda found: has_nan(*found[0]))
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
     alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, alive, sink)

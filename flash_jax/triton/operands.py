@@ -183,7 +183,7 @@ class Reader:
         """With a dense mask no tile is known to be full."""
         if self.numbers.mask is None:
             return found
-        return TileRange(found.start, found.stop, found.stop, found.stop)
+        return found.all_partial()
 
     def _judge(self, q: ranges.Bounds, kv: ranges.Bounds):
         return ranges.judge(q, kv, self.numbers.q_positions is not None, self.geometry, self.spec)
@@ -223,8 +223,11 @@ class Reader:
         found = step(jnp.zeros((), jnp.int32), nothing) if steps == 1 else lax.fori_loop(0, steps, step, nothing)
         return found.range()
 
-    def view(self, row: Int, col: Int, masked: bool, head: Any = None) -> View:
-        """The tile at `row` and `col`; `head` is the one to choose where refs hold several."""
+    def view(self, row: Int, col: Int, masked: bool, head: Any = None, careful: bool = True) -> View:
+        """The tile at `row` and `col`; `head` is the one to choose where refs hold several.
+
+        Without `careful`, `keep` may be True also of slots that take no part; see `launch.with_care`.
+        """
         o, tile = self.numbers, self.tile
         rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
@@ -236,7 +239,7 @@ class Reader:
             if o.mask is not None:
                 seen = self._dense("mask", row, col, masked, head)
                 allowed &= seen if seen.dtype == jnp.bool_ else seen != 0
-            keep = self._keep(allowed, rows, cols, row, col)
+            keep = self._keep(allowed if careful else None, rows, cols, row, col)
         if o.bias is not None:
             addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
         if o.alibi_slopes is not None:
@@ -251,13 +254,17 @@ class Reader:
         return View(allowed, forbidden, keep, addend, distance, kept)
 
     def _keep(self, allowed, rows, cols, row, col):
-        """Which of the streaming slots take part in the tile."""
-        if not self.closed:
+        """Which of the streaming slots take part in the tile, or, without `allowed`, may do so."""
+        if not self.closed and allowed is not None:
             return allowed.astype(jnp.int32).max(axis=0) > 0
-        tile = self.tile
+        tile, geometry = self.tile, self.geometry
+        if not ranges.is_scanned(self.numbers):
+            if self.transposed:
+                return masks.attending_rows(rows, col, tile.block_kv, geometry, self.spec)
+            return masks.attended_cols(cols, row, tile.block_q, geometry, self.spec)
         if self.transposed:
-            return masks.attending_rows(rows, col, tile.block_kv, self.geometry, self.spec)
-        return masks.attended_cols(cols, row, tile.block_q, self.geometry, self.spec)
+            return None if geometry.all_rows and self.shape.T % tile.block_q == 0 else rows < geometry.q_length
+        return None if geometry.all_cols and self.shape.S % tile.block_kv == 0 else cols < geometry.kv_length
 
     def _prefix(self, name: str, head: Any = None) -> tuple:
         """The indices that choose this example and head in the ref called `name`."""

@@ -9,6 +9,7 @@ import jax
 
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, BlockSizes, Operands
+from flash_jax.tiles import ranges
 
 PASSES = ("forward", "dq", "dkv")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
@@ -53,6 +54,9 @@ _TABLE = {
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
 }
 
+# The rows that differ where a tile of bias, mask, ids or positions is held beside the scores.
+_TABLE_MORE = {("forward", 128, 2): Tile(128, 64, 8, 2)}
+
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
 _TABLE_8 = {
@@ -76,7 +80,8 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     itemsize = q.dtype.itemsize
     device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
-    tile = dataclasses.replace(_row(capability, name, max(64, *widths), itemsize), **chosen)
+    row = _row(capability, (name, max(64, *widths), itemsize), bool(_dense(operands)) or ranges.is_scanned(operands))
+    tile = dataclasses.replace(row, **chosen)
     if "block_q" not in chosen:
         tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
     if "block_kv" not in chosen:
@@ -119,10 +124,10 @@ def _dense(operands: Operands) -> int:
     return sum(x.dtype.itemsize for x in dense)
 
 
-def _row(capability: str | None, name: str, width: int, itemsize: int) -> Tile:
-    """The table's row for a GPU."""
-    key = name, width, itemsize
-    return _TABLE_8.get(key, _TABLE[key]) if (capability or "").startswith("8.") else _TABLE[key]
+def _row(capability: str | None, key: tuple[str, int, int], more: bool) -> Tile:
+    """The table's row for a GPU; `more` is whether tiles hold more than scores."""
+    tables = ([_TABLE_8] if (capability or "").startswith("8.") else []) + ([_TABLE_MORE] if more else []) + [_TABLE]
+    return next(table[key] for table in tables if key in table)
 
 
 def padded(n: int) -> int:
