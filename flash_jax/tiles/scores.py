@@ -50,7 +50,7 @@ def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
 
 
 def _fma(a: Number, b: Number, c: Number) -> jax.Array:
-    return a * b + c
+    return jnp.multiply(a, b) + c
 
 
 class Arithmetic(NamedTuple):
@@ -126,8 +126,8 @@ class Scoring:
         return 1 - t * t
 
     def _bent(self, product: jax.Array) -> jax.Array:
-        """tanh(scale * product / softcap)."""
-        x = product * (self.scale.value / self.softcap)
+        """tanh(scale * product / softcap), where there is a softcap."""
+        x = product * (self.scale.value / (self.softcap or 1.0))
         return self._quick_tanh(x) if self.quick else jnp.tanh(x)
 
     def _quick_tanh(self, x: jax.Array) -> jax.Array:

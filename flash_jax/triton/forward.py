@@ -1,6 +1,7 @@
 """Forward kernel."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from flash_jax.triton.launch import (
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
+AHEAD = os.environ.get("FLASH_JAX_AHEAD") == "1"  # for a measurement: the next tile's product before this one's softmax
+
 
 def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, tile, shape):
     """O = softmax(scale Q K^T) V and L = log-sum-exp of the scores (Dao, "FlashAttention-2", 2023, algorithm 1).
@@ -43,16 +46,22 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
     q = columns.load(q_ref, (slice(None),), inside, shape.D)  # [block_q, D]
-    if scoring.plain:
-        q = _signed(q, scoring.scale.sign)
+    sign = scoring.scale.sign if scoring.plain else 1
+    if isinstance(sign, float) and sign < 0:
+        q, sign = tuple(-part for part in q), 1
 
-    def body(j, carry, masked, careful):
+    def product(j, keep=None):
+        k = columns.load(k_ref, (pl.ds(j * tile.block_kv, tile.block_kv),), keep, shape.D)
+        return columns.inner(q, k, spec)  # [block_q, block_kv]
+
+    def body(j, carry, masked, careful, begun=None):
         accumulator, row_max, row_sum = carry
         col = j * tile.block_kv
         view = reader.view(row, col, masked, careful=careful)
-        here = (pl.ds(col, tile.block_kv),)
-        k = columns.load(k_ref, here, view.keep, shape.D)
-        raw = scoring.raw(columns.inner(q, k, spec), view.addend)  # [block_q, block_kv]
+        qk = product(j, view.keep) if begun is None else begun
+        if isinstance(sign, jax.Array):  # of each product: a q that was computed would not be read from shared memory
+            qk *= sign
+        raw = scoring.raw(qk, view.addend)
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, row_max, row_sum = softmax.step(
@@ -65,7 +74,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         )
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
-        v = columns.load(v_ref, here, view.keep, shape.Dv)
+        v = columns.load(v_ref, (pl.ds(col, tile.block_kv),), view.keep, shape.Dv)
         accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
         accumulator = columns.add_product(accumulator, p, v, spec)
         return accumulator, row_max, row_sum
@@ -79,7 +88,9 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
 
     def run(careful):
         tiles = seen.all_partial() if careful else seen
-        return over_tiles(tiles, functools.partial(body, careful=careful), carry, whole=shape.S >= tile.block_kv)
+        one = functools.partial(body, careful=careful)
+        ahead = product if AHEAD else None
+        return over_tiles(tiles, one, carry, whole=shape.S >= tile.block_kv, ahead=ahead)
 
     accumulator, row_max, row_sum = with_care(run, not reader.closed, lambda found: has_nan(*found[0]))
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
@@ -90,13 +101,6 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)
     columns.store(out_ref, out, inside, shape.Dv)
     store_stats(lse_ref, lse, inside)
-
-
-def _signed(q: columns.Columns, sign: float | jax.Array) -> columns.Columns:
-    """q with the sign of the scale."""
-    if isinstance(sign, float):
-        return q if sign > 0 else tuple(-part for part in q)
-    return tuple(part * jnp.asarray(sign, part.dtype) for part in q)
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):

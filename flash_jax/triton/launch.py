@@ -123,10 +123,14 @@ def store_stats(ref: Any, x: jax.Array, keep: jax.Array | None) -> None:
     plgpu.store(ref, x, mask=keep)
 
 
-def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> Any:
+def over_tiles(
+    seen: TileRange, body: Callable, carry: Any, *, whole: bool, ahead: Callable[[Int], jax.Array] | None = None
+) -> Any:
     """Runs `carry = body(tile, carry, masked=...)` over the tiles of a range, those that need a mask first.
 
-    `whole` is whether the array holds even one whole tile: if not, none can be read without a mask.
+    `whole` is whether the array holds even one whole tile: if not, none can be read without a mask. `ahead` is the
+    part of a full tile's work that the loop is to begin one tile early, so that tensor cores are busy with the next
+    tile while this one's entries are computed; its result is then body's argument `begun`.
     """
     masked, full = functools.partial(body, masked=True), functools.partial(body, masked=False)
     start, full_start, full_stop, stop = seen
@@ -140,7 +144,18 @@ def over_tiles(seen: TileRange, body: Callable, carry: Any, *, whole: bool) -> A
             return masked(j + skipped * (j >= full_start).astype(jnp.int32), carry)
 
         carry = _loop(start, stop - skipped, either, carry)
-    return _loop(full_start, full_stop, full, carry) if whole else carry
+    if not whole:
+        return carry
+    if ahead is None:
+        return _loop(full_start, full_stop, full, carry)
+    last = jnp.maximum(full_stop - 1, 0)  # which is begun once more, in vain; without full tiles, the first
+
+    def one(j, carry):
+        carry, begun = carry
+        following = ahead(jnp.minimum(j + 1, last))
+        return full(j, carry, begun=begun), following
+
+    return _loop(full_start, full_stop, one, (carry, ahead(jnp.minimum(full_start, last))))[0]
 
 
 def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
