@@ -1,7 +1,8 @@
-"""Which tiles are fast: times candidates for the forward, the dq and the dk/dv kernel, each alone.
+"""Which tiles are fast: times candidates for the forward, the dq, the dk/dv and the dbias kernel, each alone.
 
     python3 -m benchmarks.sweep --seconds 330                          everything, the likeliest first
     python3 -m benchmarks.sweep --passes dkv --shapes d128-T16k --stages 2 3
+    python3 -m benchmarks.sweep --option none softcap --shapes d128-T8k --mask full --short    few tiles, with options
 
 Candidates compile in threads while others are timed; one that does not compile or launch is counted and passed over. At
 the end the five fastest of each group and the table's own tile are timed again, interleaved, and printed fastest first.
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +22,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import timing, workloads
+from benchmarks import features, timing, workloads
 from benchmarks.workloads import Shape
 from flash_jax import BlockSizes, triton
 from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import dropout
 from flash_jax.triton import tiling
 
 FINALISTS = 5
+OPTIONS = ("none", "softcap", "dropout", "bias", "row bias", "mask", "alibi", "scale", "segments")
+PASSES = (*tiling.PASSES, "dbias")
+
+# What `--short` tries besides the table's own: a tile with fewer registers a thread, a wider one, more stages.
+_SHORT = {
+    "forward": "128x64w4s2 128x64w8s2 128x64w8s3 64x64w4s2 64x64w4s3 64x128w4s2 128x128w8s2 128x32w4s3",
+    "dq": "64x64w4s2 64x64w4s3 128x64w8s2 64x128w8s2 128x32w8s2 64x32w4s2 128x64w8s1",
+    "dkv": "64x64w4s2 64x64w8s2 64x64w8s3 64x128w8s2 32x64w4s2 32x128w8s2 32x64w4s3",
+    "dbias": "64x64w4s2 64x64w4s1 128x64w8s1 128x64w8s2 128x128w8s1 64x64w8s1 64x128w8s1",
+}
 
 
 class Group(NamedTuple):
@@ -35,10 +49,12 @@ class Group(NamedTuple):
 
     shape: Shape
     causal: bool
-    kind: str  # "forward", "dq" or "dkv"
+    kind: str  # one of PASSES
+    option: str = "none"
 
     def __str__(self) -> str:
-        return f"{self.shape.name} {'causal' if self.causal else 'full'} {self.kind}"
+        option = "" if self.option == "none" else f" {self.option}"
+        return f"{self.shape.name} {'causal' if self.causal else 'full'}{option} {self.kind}"
 
 
 class Screened(NamedTuple):
@@ -49,20 +65,51 @@ class Screened(NamedTuple):
 
 
 def function(group: Group, sizes: BlockSizes | None, interpret: bool):
-    """The pass alone: f(q, k, v) -> (out, lse), or f(q, k, v, out, lse, dout) -> gradients."""
-    shape = group.shape
-    spec = AttentionSpec(
-        scale=shape.D**-0.5, causal=group.causal, implementation="triton", block_sizes=sizes, interpret=interpret
-    )
+    """The pass alone: f(q, k, v, operands) -> (out, lse), or f(q, k, v, operands, out, lse, dout) -> gradients."""
+    spec = spec_of(group, sizes, interpret)
     triton.check_block_sizes(spec)
     if group.kind == "forward":
-        return lambda q, k, v: triton.forward(q, k, v, Operands(), spec)
-    wanted = ("query",) if group.kind == "dq" else ("key", "value")
+        return lambda q, k, v, operands: triton.forward(q, k, v, operands, spec)
+    wanted: dict = {"dq": {"query": (group.shape.B,)}, "dbias": {"bias": (1,)}}.get(
+        group.kind, dict.fromkeys(("key", "value"), (group.shape.B,))
+    )
 
-    def backward(q, k, v, out, lse, dout):
-        return triton.backward((q, k, v, Operands()), out, lse, dout, None, dict.fromkeys(wanted, (shape.B,)), spec)
+    def backward(q, k, v, operands, out, lse, dout):
+        return triton.backward((q, k, v, operands), out, lse, dout, None, wanted, spec)
 
     return backward
+
+
+def spec_of(group: Group, sizes: BlockSizes | None = None, interpret: bool = False) -> AttentionSpec:
+    """The static choices of a group's calls."""
+    return AttentionSpec(
+        scale=None if group.option == "scale" else group.shape.D**-0.5,
+        causal=group.causal,
+        softcap=30.0 if group.option == "softcap" else None,
+        dropout_rate=0.1 if group.option == "dropout" else 0.0,
+        implementation="triton",
+        block_sizes=sizes,
+        interpret=interpret,
+    )
+
+
+def operands_of(group: Group) -> Operands:
+    """The arrays of a group's option."""
+    B, T, H = group.shape.B, group.shape.T, group.shape.H
+    make = {
+        "dropout": lambda: Operands(dropout_words=dropout.head_words(jax.random.key(3), (B,), H)),
+        "bias": lambda: Operands(bias=jax.random.normal(jax.random.key(1), (1, H, T, T), jnp.bfloat16)),
+        "row bias": lambda: Operands(bias=jax.random.normal(jax.random.key(1), (1, 1, 1, T), jnp.bfloat16)),
+        "mask": lambda: Operands(mask=jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))),
+        "alibi": lambda: Operands(alibi_slopes=jnp.linspace(0.1, 0.5, H)[None]),
+        "scale": lambda: Operands(scale=jnp.full((1,), group.shape.D**-0.5)),
+        "segments": lambda: _segments(features.packed(T)),
+    }
+    return make.get(group.option, Operands)()
+
+
+def _segments(ids: np.ndarray) -> Operands:
+    return Operands(q_segment_ids=jnp.asarray(ids), kv_segment_ids=jnp.asarray(ids))
 
 
 def structs(group: Group) -> tuple:
@@ -70,15 +117,17 @@ def structs(group: Group) -> tuple:
     s = group.shape
     x = jax.ShapeDtypeStruct((s.B, s.T, s.H, s.D), jnp.bfloat16)
     lse = jax.ShapeDtypeStruct((s.B, s.H, s.T), jnp.float32)
-    return (x, x, x) if group.kind == "forward" else (x, x, x, x, lse, x)
+    operands = jax.eval_shape(lambda: operands_of(group))
+    return (x, x, x, operands) if group.kind == "forward" else (x, x, x, operands, x, lse, x)
 
 
 @functools.cache
-def arrays(shape: Shape, causal: bool, interpret: bool) -> tuple:
-    """q, k, v, out, lse, dout, of which out and lse are the forward pass's."""
-    q, k, v, dout = shape.inputs()
-    out, lse = jax.jit(function(Group(shape, causal, "forward"), None, interpret))(q, k, v)
-    return q, k, v, out, lse, dout
+def arrays(group: Group, interpret: bool) -> tuple:
+    """q, k, v, operands, out, lse, dout of a forward group, of which out and lse are the forward pass's."""
+    q, k, v, dout = group.shape.inputs()
+    operands = operands_of(group)
+    out, lse = jax.jit(function(group, None, interpret))(q, k, v, operands)
+    return q, k, v, operands, out, lse, dout
 
 
 def name_of(sizes: BlockSizes) -> str:
@@ -88,18 +137,33 @@ def name_of(sizes: BlockSizes) -> str:
 
 def table_tile(group: Group) -> BlockSizes:
     """What the package's own table gives."""
-    x = structs(group)[0]
-    spec = AttentionSpec(scale=1.0, causal=group.causal)
-    return BlockSizes(**dataclasses.asdict(tiling.tile_for(group.kind, spec, x, x, x, Operands())))
+    q, k, v, operands = structs(group)[:4]
+    tile = tiling.tile_for(group.kind, spec_of(group), q, k, v, operands)
+    return BlockSizes(**dataclasses.asdict(tile))
+
+
+def _row_of(group: Group) -> str:
+    """The pass by which the table knows the group's."""
+    return "dq" if group.kind == "dbias" else group.kind
+
+
+def parsed(name: str) -> BlockSizes:
+    """The tile written 128x64w8s3."""
+    q, kv, warps, stages = map(int, re.split("[xws]", name))
+    return BlockSizes(q, kv, warps, stages)
 
 
 def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:
     """All combinations that fit the shared memory and are not hopeless, likeliest first, the table's own before all."""
     own = table_tile(group)
+    if options.short:
+        return [own, *(x for x in map(parsed, _SHORT[group.kind].split()) if x != own)]
     found = []
     for q, kv, warps, stages in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
         sizes = BlockSizes(q, kv, warps, stages)
-        shared = tiling.shared_bytes(group.kind, tiling.Tile(q, kv, warps, stages), (group.shape.D, group.shape.D), 2)
+        shared = tiling.shared_bytes(
+            _row_of(group), tiling.Tile(q, kv, warps, stages), (group.shape.D, group.shape.D), 2
+        )
         if shared <= options.shared_kib * 1024 and registers(group, sizes) <= options.registers:
             found.append(sizes)
     found.sort(key=lambda x: distance(x, own))
@@ -109,7 +173,12 @@ def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:
 def registers(group: Group, sizes: BlockSizes) -> float:
     """Accumulators a thread holds, in 32-bit registers: what decides whether a kernel spills."""
     q, kv, D = sizes.block_q or 0, sizes.block_kv or 0, group.shape.D
-    held = {"forward": q * D + q * kv, "dq": q * D + 2 * q * kv, "dkv": 2 * kv * D + 2 * q * kv}[group.kind]
+    held = {
+        "forward": q * D + q * kv,
+        "dq": q * D + 2 * q * kv,
+        "dkv": 2 * kv * D + 2 * q * kv,
+        "dbias": 3 * q * kv,
+    }[group.kind]
     return held / (32 * (sizes.num_warps or 1))
 
 
@@ -143,7 +212,7 @@ def _build(group: Group, sizes: BlockSizes, interpret: bool):
 
 def call_of(group: Group, compiled: Any, interpret: bool):
     """The compiled candidate with its arguments."""
-    values = arrays(group.shape, group.causal, interpret)
+    values = arrays(group._replace(kind="forward"), interpret)
     return functools.partial(compiled, *values[: len(structs(group))])
 
 
@@ -190,7 +259,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["d128-T16k", "d64-T16k", "d256-T4k"])
     parser.add_argument("--mask", nargs="+", choices=["full", "causal"], default=["causal", "full"])
-    parser.add_argument("--passes", nargs="+", choices=tiling.PASSES, default=list(tiling.PASSES))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="dbias: with `bias` alone")
+    parser.add_argument("--option", nargs="+", choices=OPTIONS, default=["none"], help="what the calls ask for besides")
+    parser.add_argument("--short", action="store_true", help="a few chosen tiles of each pass, in the place of all")
     parser.add_argument("--block-q", nargs="+", type=int, default=[32, 64, 128])
     parser.add_argument("--block-kv", nargs="+", type=int, default=[32, 64, 128])
     parser.add_argument("--warps", nargs="+", type=int, default=[4, 8])
@@ -213,10 +284,12 @@ def main() -> None:
     interpret = jax.default_backend() == "cpu"
     deadline = time.perf_counter() + options.seconds
     groups = [
-        Group(Shape.of(name, options.shrink), mask == "causal", kind)
+        Group(Shape.of(name, options.shrink), mask == "causal", kind, option)
         for name in options.shapes
         for mask in options.mask
+        for option in options.option
         for kind in options.passes
+        if kind != "dbias" or option == "bias"
     ]
     report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "groups": {}}
     pool = ThreadPoolExecutor(workloads.threads())

@@ -84,7 +84,8 @@ def test_batch_and_heads_stay_sharded(attend, name, kind):
         placed = place(mesh, (inputs, cotangents), (specs, (of_query, of_lse)), kind)
         compiled = jax.jit(functools.partial(program, attend)).lower(*placed).compile()
         found = compiled(*placed)
-    assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, of_query), found[0].ndim)
+    out = jax.tree.leaves(found)[0]
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, of_query), out.ndim)
     for actual, oracle, plain, derivative in zip(
         *(jax.tree.leaves(x) for x in (found, *judges(program, inputs, cotangents))),
         [n > 1 for n in range(len(jax.tree.leaves(found)))],
@@ -118,7 +119,8 @@ def test_dropout_keeps_the_same_as_on_one_device(implementation):
     drop = {"dropout_rate": 0.5, "dropout_key": jax.random.key(1), "implementation": implementation}
     attend = jax.jit(functools.partial(flash_jax.flash_attention, **drop))
     placed = [jax.device_put(x, NamedSharding(mesh, BOTH)) for x in (q, k, v)]
-    np.testing.assert_array_equal(attend(*placed), attend(q, k, v))
+    # XLA sums in another order on a part of the array; another kept set would differ by more than anything here allows.
+    np.testing.assert_allclose(attend(*placed), attend(q, k, v), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2)], ids=["kv-heads-cut", "kv-heads-whole"])
@@ -130,7 +132,8 @@ def test_mods_count_batch_and_heads_over_all_devices(attend, heads):
     normal = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.float32)  # noqa: E731
     operands = normal(H, 41), normal(4, 20), normal(24, H), normal(4, H, 20, 24)
 
-    def score_mod(score, b, h, i, j, by_distance, by_row, by_column, dense):
+    def score_mod(score, b, h, i, j, *tables):
+        by_distance, by_row, by_column, dense = tables
         return score + by_distance[h, i - j + 20] * by_row[b, i] + by_column[j, h] + dense[b, h, i, j]
 
     def mask_mod(b, h, i, j, *_):
@@ -163,5 +166,7 @@ def test_a_sharded_sequence_on_explicit_axes_is_refused(attend):
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((2, 32, 2, 16)), NamedSharding(mesh, P("data", "model")))
-        with pytest.raises(NotImplementedError, match=r"Dim 1 of `query` is sharded over the explicit mesh axes \['mod"):
+        with pytest.raises(
+            NotImplementedError, match=r"Dim 1 of `query` is sharded over the explicit mesh axes \['mod"
+        ):
             jax.jit(attend)(x, x, x)

@@ -26,6 +26,10 @@ class TileList(NamedTuple):
     full: Int
     stop: Int
 
+    def all_partial(self) -> "TileList":
+        """The same tiles, none of them without a mask."""
+        return self._replace(full=jnp.zeros_like(self.full))
+
 
 def states(operands: Operands, spec: AttentionSpec, sizes: tuple[int, int], blocks: tuple[int, int]) -> jax.Array:
     """int8 [..., H or 1, query tiles, key tiles]: SKIPPED, PARTIAL or FULL for tiles of `blocks`; sizes are (T, S)."""

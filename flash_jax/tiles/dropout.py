@@ -1,8 +1,10 @@
 """Which entries dropout keeps: a pure function of the key, example, head, row and column, whatever the tiling (R13).
 
 A counter-based generator: the user's key is folded with the number of (example, head) once, outside the tiles, into two
-words. Inside, each row hashes the first word with its index and each column the second, and an entry hashes the sum of
-the two. Nothing is stored, so a backward pass evaluates the same function again.
+words. Inside, each row hashes the first word with its index and each column the second, and an entry is the product of
+the two hashes, both odd, modulo 2^32: one instruction. Its leading bits, which decide, depend on all bits of both, and
+of two rows they are as good as independent, but for the few in 2^32 pairs of rows whose hashes are small multiples of
+one another. Nothing is stored, so a backward pass evaluates the same function again.
 """
 
 import jax
@@ -21,9 +23,16 @@ def head_words(key: jax.Array, batch: tuple[int, ...], heads: int) -> jax.Array:
 
 def kept(row_word: jax.Array, col_word: jax.Array, rows: jax.Array, cols: jax.Array, rate: float) -> jax.Array:
     """bool, broadcast over all four: whether the entry at (row, col) stays, which it does with probability 1 - rate."""
-    row = _mix(row_word ^ rows.astype(jnp.uint32))
-    col = _mix(col_word ^ cols.astype(jnp.uint32))
-    return _mix(row + col) >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    row, col = _odd(row_word ^ rows.astype(jnp.uint32)), _odd(col_word ^ cols.astype(jnp.uint32))
+    return row * col >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def _odd(x: jax.Array) -> jax.Array:
+    """An odd number that depends on all bits of x; the product of two is mixed well enough from two rounds."""
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x846CA68B)
+    return x | np.uint32(1)
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ Numbers that are static stay Python ints throughout, and a loop whose bounds are
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -87,19 +88,36 @@ class TileRange(NamedTuple):
     full_stop: Int
     stop: Int
 
+    def all_partial(self) -> "TileRange":
+        """The same tiles, each as if it needed a mask."""
+        return TileRange(self.start, self.stop, self.stop, self.stop)
+
 
 def allowed(rows: Slots, cols: Slots, geometry: Geometry, spec: AttentionSpec) -> jax.Array:
-    """bool: whether query rows[...] attends key cols[...]; the two broadcast, as [block_q, 1] and [1, block_kv] do."""
-    ok = (rows.slot < geometry.q_length) & (cols.slot < geometry.kv_length)
+    """bool: whether query rows[...] attends key cols[...]; the two broadcast, as [block_q, 1] and [1, block_kv] do.
+
+    What is known of a row or a column alone goes into what the two are compared by, so that an entry of the tile costs
+    no more than these comparisons.
+    """
+    row_ok, col_ok = rows.slot < geometry.q_length, cols.slot < geometry.kv_length
     first, stop = keys_of(query_positions(rows, geometry), geometry, spec)
     at = cols.slot if cols.position is None else cols.position
-    if first is not None:
-        ok &= at >= first
-    if stop is not None:
-        ok &= at < stop
+    compared = []
     if rows.segment is not None and cols.segment is not None:
-        ok &= (rows.segment == cols.segment) & (rows.segment >= 0)
-    return ok
+        compared.append(
+            jnp.where(row_ok, rows.segment, -1) == jnp.where(col_ok & (cols.segment >= 0), cols.segment, -2)
+        )
+    elif stop is not None:
+        at, stop = jnp.where(col_ok, at, _FAR), jnp.where(row_ok, stop, -_FAR)
+    elif first is not None:
+        at, first = jnp.where(col_ok, at, -_FAR), jnp.where(row_ok, first, _FAR)
+    else:
+        return row_ok & col_ok
+    if first is not None:
+        compared.append(at >= first)
+    if stop is not None:
+        compared.append(at < stop)
+    return functools.reduce(jnp.logical_and, compared)
 
 
 def query_positions(rows: Slots, geometry: Geometry) -> jax.Array:

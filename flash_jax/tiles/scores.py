@@ -5,13 +5,15 @@ evaluates exp2((raw - max) * multiplier). Subtracting before multiplying keeps t
 exp2(0), however large the scores: with the product first, a compiler may fuse multiply and subtract, so that the score
 and the row's maximum round differently and a score of 1e11 overflows.
 
-A plain score is scale * (q . k): raw is then the product itself, up to the sign. With softcap, bias or alibi, raw is
-the score in natural units: softcap * tanh(scale * (q . k) / softcap) + bias - slope * distance.
+A plain score is scale * (q . k): raw is then the product itself, up to the sign. With a softcap alone raw is the
+hyperbolic tangent. With bias or alibi it is the score in natural units: scale * (q . k), or softcap * tanh(scale *
+(q . k) / softcap), + bias - slope * distance.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,9 @@ LN_2 = math.log(2)
 # In place of a scale of 0, so that a masked raw score of -inf stays -inf when multiplied; exp2 of any other times it is
 # 1.
 _TINY = 1e-37
+
+
+Number: TypeAlias = float | jax.Array
 
 
 class Scale(NamedTuple):
@@ -45,69 +50,116 @@ def split_scale(spec: AttentionSpec, operands: Operands) -> Scale:
     return Scale(scale, sign, jnp.maximum(jnp.abs(scale) * LOG2_E, _TINY))
 
 
+def _fma(a: Number, b: Number, c: Number) -> jax.Array:
+    return jnp.multiply(a, b) + c
+
+
+class Arithmetic(NamedTuple):
+    """Functions of float32 arrays for which a backend may have better than JAX's own."""
+
+    exp2: Callable[[jax.Array], jax.Array] = jnp.exp2
+    reciprocal: Callable[[jax.Array], jax.Array] = jnp.reciprocal
+    fma: Callable[[Number, Number, Number], jax.Array] = _fma  # a * b + c; at least one of them is an array
+
+
+PLAIN_ARITHMETIC = Arithmetic()
+
+
 @dataclasses.dataclass(frozen=True)
 class Scoring:
     """How a call makes scores of products q . k.
 
-    `plain` is whether the score is scale * (q . k) and no more. `biased` is whether a bias is among what is added:
-    where that is -inf the score is, also of a NaN in a row that the bias so excludes. `quick` asks for a tanh of a few
-    instructions, relative error 5e-7, which is enough for 16-bit inputs; it is not for differentiating. `modified` is
-    whether there is a score_mod, which may make any score -inf.
+    `added` is whether anything is added to them, and `biased` whether a bias is among it: where that is -inf the score
+    is, also of a NaN in a row that the bias so excludes. `quick` asks for a tanh of a few instructions, relative error
+    5e-7, which is enough for 16-bit inputs; it is not for differentiating. `modified` is whether there is a score_mod,
+    which may make any score -inf.
     """
 
     scale: Scale
     softcap: float | None
-    plain: bool
+    added: bool
     biased: bool = False
     quick: bool = False
     modified: bool = False
+    arithmetic: Arithmetic = PLAIN_ARITHMETIC
 
     @classmethod
-    def of(cls, spec: AttentionSpec, operands: Operands, quick: bool = False) -> "Scoring":
+    def of(
+        cls, spec: AttentionSpec, operands: Operands, quick: bool = False, arithmetic: Arithmetic = PLAIN_ARITHMETIC
+    ) -> "Scoring":
         """The scoring that `spec` and `operands` (arrays, scalars or refs) ask for."""
-        modified = spec.score_mod is not None
-        plain = spec.softcap is None and operands.bias is None and operands.alibi_slopes is None and not modified
-        return cls(split_scale(spec, operands), spec.softcap, plain, operands.bias is not None, quick, modified)
+        biased, modified = operands.bias is not None, spec.score_mod is not None
+        added = biased or operands.alibi_slopes is not None
+        return cls(split_scale(spec, operands), spec.softcap, added, biased, quick, modified, arithmetic)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the score is scale * (q . k) and no more."""
+        return self.softcap is None and not self._complete
 
     @property
     def multiplier(self) -> float | jax.Array:
         """What brings raw scores to base 2."""
-        return self.scale.multiplier if self.plain else LOG2_E
+        if self.plain:
+            return self.scale.multiplier
+        return LOG2_E if self._complete or self.softcap is None else self.softcap * LOG2_E
+
+    @property
+    def _complete(self) -> bool:
+        """Whether raw scores are in natural units."""
+        return self.added or self.modified
+
+    def raw(self, product: jax.Array, addend: jax.Array | None, mod: TileMod | None) -> jax.Array:
+        """The raw score of products q . k that have the sign of the scale already if the score is plain."""
+        if self.plain:
+            return product
+        return self.natural(product, addend, mod) if self._complete else self._bent(product)
 
     def capped(self, product: jax.Array) -> jax.Array:
         """The score of products q . k after the softcap, as a score_mod gets it."""
-        score = product * self.scale.value
-        if self.softcap is not None:
-            score = self.softcap * self._tanh(score * (1 / self.softcap))
-        return score
+        return product * self.scale.value if self.softcap is None else self._bent(product) * self.softcap
 
     def natural(self, product: jax.Array, addend: jax.Array | None, mod: TileMod | None) -> jax.Array:
         """The score of products q . k; `addend` is bias and alibi of the tile, None without both."""
-        score = self.capped(product)
         if mod is not None:
-            score = mod.score(score)
+            product, factor = mod.score(self.capped(product)), 1.0
+        elif self.softcap is None:
+            factor = self.scale.value
+        else:
+            product, factor = self._bent(product), self.softcap
         if addend is None:
-            return score
-        return jnp.where(addend == -jnp.inf, -jnp.inf, score + addend) if self.biased else score + addend
+            return product * factor
+        score = self.arithmetic.fma(product, factor, addend)
+        return jnp.where(addend == -jnp.inf, -jnp.inf, score) if self.biased else score
 
     def slope(self, product: jax.Array, mod: TileMod | None) -> jax.Array | None:
         """d score / d (scale * product): 1 - tanh^2, times what a score_mod makes of it; None where it is 1."""
         slope = None
         if self.softcap is not None:
-            t = self._tanh(product * self.scale.value * (1 / self.softcap))
+            t = self._bent(product)
             slope = 1 - t * t
         if mod is not None:
             own = mod.slope(self.capped(product))
             slope = own if slope is None else slope * own
         return slope
 
-    def _tanh(self, x: jax.Array) -> jax.Array:
-        if not self.quick:
-            return jnp.tanh(x)
-        # The first form errs by 1e-7, so near 0, where that would be felt, the series of tanh takes over.
+    def _bent(self, product: jax.Array) -> jax.Array:
+        """tanh(scale * product / softcap), where there is a softcap."""
+        x = product * (self.scale.value / (self.softcap or 1.0))
+        return self._quick_tanh(x) if self.quick else jnp.tanh(x)
+
+    def _quick_tanh(self, x: jax.Array) -> jax.Array:
+        """x P(x^2) / Q(x^2), the best such quotient up to 7.8, from where on tanh is 1 but for 3e-7.
+
+        P and Q by a weighted least-squares fit of x P - tanh(x) Q, its weights raised where the error is large.
+        """
+        fma = self.arithmetic.fma
+        x = jnp.clip(x, -7.8, 7.8)
         square = x * x
-        series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
-        return jnp.where(square < 0.04, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2_E)) + 1))
+        p = fma(square, fma(square, fma(square, 1.1635786e-05, 0.002969896), 0.12943123), 0.9999999)
+        q = fma(square, 2.5262563e-07, 0.00024135553)
+        q = fma(square, fma(square, fma(square, q, 0.023892427), 0.4627636), 1.0)
+        return x * p * self.arithmetic.reciprocal(q)
 
     def probability(
         self,
@@ -125,16 +177,18 @@ class Scoring:
           lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
           addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
-          dtype: of the inputs. For 16-bit ones everything is in base 2, and a plain score is brought there beforehand,
+          dtype: of the inputs. For 16-bit ones everything is in base 2, and score and lse are brought there beforehand,
             which leaves a multiply-add for each entry and rounds it once more: that matters only for scores in the
             thousands. Wider ones subtract first and stay with e, since each change of base would round what it changes.
         """
         if jnp.dtype(dtype).itemsize >= 4:
             score, exp = self.natural(product, addend, mod) - lse, jnp.exp
-        elif self.plain:
-            score, exp = product * (self.scale.value * LOG2_E) - lse * LOG2_E, jnp.exp2
         else:
-            score, exp = (self.natural(product, addend, mod) - lse) * LOG2_E, jnp.exp2
+            exp = self.arithmetic.exp2
+            raw, multiplier = self.raw(product, addend, mod), self.multiplier
+            if self.plain:  # where raw is the product, without the sign
+                multiplier = self.scale.value * LOG2_E
+            score = self.arithmetic.fma(raw, multiplier, lse * -LOG2_E)
         score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 

@@ -1,5 +1,7 @@
 """Online softmax: one step over a tile of scores, the finish of a row, and what the backward pass needs of it."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,13 @@ from flash_jax.tiles.scores import LN_2
 
 
 def step(
-    raw: jax.Array, row_max: jax.Array, row_sum: jax.Array, multiplier: float | jax.Array, *, masked: bool
+    raw: jax.Array,
+    row_max: jax.Array,
+    row_sum: jax.Array,
+    multiplier: float | jax.Array,
+    *,
+    masked: bool,
+    exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One tile of the recurrence (FlashAttention-2, algorithm 1, lines 8-10, with the division left to `finish`).
 
@@ -18,6 +26,7 @@ def step(
         it.
       multiplier: raw * multiplier is the score in base 2; broadcasts against `raw`.
       masked: whether a row may so far be without keys, so that its maximum is -inf.
+      exp2: 2 to the power of an array.
 
     Returns:
       p [..., block_q, block_kv], the factor [..., block_q] by which earlier sums shrink, and the new row_max and
@@ -27,8 +36,8 @@ def step(
     # A row without keys so far: measured from 0 instead, exp2(-inf - 0) is the 0 that it should be, and not NaN.
     base = jnp.where(new_max == -jnp.inf, 0, new_max) if masked else new_max
     row_multiplier = _of_row(multiplier)
-    shrink = jnp.exp2((row_max - base) * row_multiplier)
-    p = jnp.exp2((raw - base[..., None]) * multiplier)
+    shrink = exp2((row_max - base) * row_multiplier)
+    p = exp2((raw - base[..., None]) * multiplier)
     return p, shrink, new_max, row_sum * shrink + p.sum(axis=-1)
 
 

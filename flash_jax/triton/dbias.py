@@ -65,7 +65,7 @@ def bias_pass(
     """The gradient of the bias, or of a read of the score_mod, summed up to the shape of `target`."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
-    tile = tile_for("dq", spec, q, k, v, operands)
+    tile = tile_for("dbias", spec, q, k, v, operands)
     arrays, specs, names = whole_arrays(residuals, operands, tile, shape, spec)
     dbias = output(target.shape, target.dtype, q)
     flat = flat_output(dbias, 3)

@@ -11,7 +11,17 @@ from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import masks
 from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
-from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
+from flash_jax.triton.launch import (
+    Shape,
+    flat_output,
+    has_nan,
+    launch,
+    load_stats,
+    output,
+    over_tiles,
+    store_stats,
+    with_care,
+)
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
@@ -37,18 +47,18 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
     v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
-    def body(i, carry, head, masked):
+    def body(i, carry, head, careful, masked):
         dk, dv, sums = carry
         row = i * tile.block_q
-        view = reader.view(row, col, masked, head)
+        view = reader.view(row, col, masked, head, careful)
         here = pl.ds(row, tile.block_q)
         q = columns.load(refs.q, (here, head), view.keep, shape.D)
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
         lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
         qk = columns.inner(k, q, spec)  # [block_kv, block_q]
-        p, p_kept = probabilities(qk, lse[None, :], view, scoring, spec, refs.k.dtype)
-        dv = columns.add_product(dv, p_kept, out_ct, spec)
-        ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, spec)
+        p = probabilities(qk, lse[None, :], view, scoring, refs.k.dtype)
+        dv = columns.add_product(dv, p[1], out_ct, spec)
+        ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
         sums = {
             name: x + (ds if name == "bias" else ds * weight_of_read(name, qk, view, scoring)).sum(axis=1)
             for name, x in sums.items()
@@ -57,25 +67,33 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
 
     same = reader.q_range(j) if extra.tiles is None else None  # what all heads of the group see
 
-    def one_head(head, carry):
+    def one_head(head, carry, careful):
         head = jnp.asarray(head, jnp.int32)  # under jax_enable_x64 a loop counts in 64 bits
         sums = {name: jnp.zeros((tile.block_kv,), jnp.float32) for name in column_refs}
         seen = reader.q_list(j, head) if same is None else same
-        whole = shape.T >= tile.block_q
-        *carry, sums = over_tiles(seen, functools.partial(body, head=head), (*carry, sums), whole=whole)
+        one = functools.partial(body, head=head, careful=careful)
+        tiles, whole = seen.all_partial() if careful else seen, shape.T >= tile.block_q
+        *carry, sums = over_tiles(tiles, one, (*carry, sums), whole=whole)
         for name, x in sums.items():
             x = x if inside is None else jnp.where(inside, x, 0)
             store_stats(column_refs[name].at[head, pl.ds(jnp.zeros((), jnp.int32), tile.block_kv)], x, within)
         return tuple(carry)
 
-    dk = columns.zeros(tile.block_kv, shape.D, refs.k.dtype)
-    dv = columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype)
-    dk, dv = (
-        one_head(jnp.zeros((), jnp.int32), (dk, dv))
-        if shape.groups == 1
-        else lax.fori_loop(0, shape.groups, one_head, (dk, dv))
+    start = (
+        columns.zeros(tile.block_kv, shape.D, refs.k.dtype),
+        columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype),
     )
+
+    def run(careful):
+        one = functools.partial(one_head, careful=careful)
+        if shape.groups == 1:
+            return one(jnp.zeros((), jnp.int32), start)
+        return lax.fori_loop(0, shape.groups, one, start)
+
+    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*found[0], *found[1]))
     dk = tuple(part * scoring.scale.value for part in dk)
+    if spec.dropout_rate:
+        dv = tuple(part * (1 / (1 - spec.dropout_rate)) for part in dv)
     if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
         dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
     columns.store(dk_ref, dk, within, shape.D)

@@ -10,7 +10,17 @@ from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.forward import q_tile
-from flash_jax.triton.launch import Shape, flat_output, launch, load_stats, output, over_tiles, store_stats
+from flash_jax.triton.launch import (
+    Shape,
+    flat_output,
+    has_nan,
+    launch,
+    load_stats,
+    output,
+    over_tiles,
+    store_stats,
+    with_care,
+)
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
@@ -34,25 +44,31 @@ def flash_attention_dq_kernel(extra, refs: Residuals, dq_ref, sum_refs, *, spec,
     out_ct = columns.load(refs.out_ct, whole, inside, shape.Dv)  # [block_q, Dv]
     lse, delta = load_stats(refs.lse, inside), load_stats(refs.delta, inside)  # [block_q]
 
-    def body(j, carry, masked):
+    def body(j, carry, masked, careful):
         dq, sums = carry
         col = j * tile.block_kv
-        view = reader.view(row, col, masked)
+        view = reader.view(row, col, masked, careful=careful)
         here = (pl.ds(col, tile.block_kv),)
         k, v = columns.load(refs.k, here, view.keep, shape.D), columns.load(refs.v, here, view.keep, shape.Dv)
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
-        p, _ = probabilities(qk, lse[:, None], view, scoring, spec, refs.q.dtype)
-        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
+        p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
+        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
         entries |= {n: functools.partial(weight_of_read, n, qk, view, scoring) for n in sums if n.startswith("read.")}
-        sums = {name: _add_sums(total, name, p, ds, entries) for name, total in sums.items()}
+        sums = {name: _add_sums(total, name, p[0], ds, entries) for name, total in sums.items()}
         if dq is not None:
             dq = columns.add_product(dq, to_product(ds, qk, view, scoring), k, spec)
         return dq, sums
 
     dq = None if dq_ref is None else columns.zeros(tile.block_q, shape.D, refs.q.dtype)
     sums = {name: [jnp.zeros((tile.block_q,), jnp.float32) for _ in refs_] for name, refs_ in sum_refs.items()}
-    dq, sums = over_tiles(reader.kv_range(i), body, (dq, sums), whole=shape.S >= tile.block_kv)
+    start, seen = (dq, sums), reader.kv_range(i)
+
+    def run(careful):
+        tiles = seen.all_partial() if careful else seen
+        return over_tiles(tiles, functools.partial(body, careful=careful), start, whole=shape.S >= tile.block_kv)
+
+    dq, sums = with_care(run, dq is not None and not reader.closed, lambda found: has_nan(*found[0]))
     alive = (lse != jnp.inf) & (rows < reader.geometry.q_length)
     if dq_ref is not None:
         scale = scoring.scale.value

@@ -27,18 +27,24 @@ class Residuals(NamedTuple):
 
 
 def probabilities(
-    qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, spec: AttentionSpec, dtype: Any
+    qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """P = exp(S - L) of a tile before and after dropout; `lse` broadcasts against the tile."""
+    """P = exp(S - L) of a tile, and what dropout keeps of it, not yet divided; `lse` broadcasts against the tile."""
     p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed, dtype)
-    return p, p if view.kept is None else jnp.where(view.kept, p * (1 / (1 - spec.dropout_rate)), 0)
+    return p, p if view.kept is None else jnp.where(view.kept, p, 0)
 
 
-def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, view: View, spec: AttentionSpec) -> jax.Array:
-    """dS = P * (dP - delta), with dP the cotangent of P after dropout; `delta` broadcasts against the tile."""
-    if view.kept is not None:
-        dp = jnp.where(view.kept, dp * (1 / (1 - spec.dropout_rate)), 0)
-    ds = p * (dp - delta)
+def score_gradient(
+    p: tuple[jax.Array, jax.Array], dp: jax.Array, delta: jax.Array, view: View, scoring: Scoring, spec: AttentionSpec
+) -> jax.Array:
+    """dS = P * (dP - delta), with dP the cotangent of P after dropout; `p` as `probabilities` gives it.
+
+    What dropout has taken from P need not be taken from dP once more.
+    """
+    if view.kept is None:
+        ds = p[0] * (dp - delta)
+    else:
+        ds = scoring.arithmetic.fma(p[1], dp * (1 / (1 - spec.dropout_rate)), p[0] * -delta)
     return ds if view.forbidden is None else jnp.where(view.forbidden, 0, ds)
 
 

@@ -10,7 +10,17 @@ from jax.experimental import pallas as pl
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import softmax
 from flash_jax.triton import columns
-from flash_jax.triton.launch import Shape, flat, flat_output, launch, output, over_tiles, store_stats
+from flash_jax.triton.launch import (
+    Shape,
+    flat,
+    flat_output,
+    has_nan,
+    launch,
+    output,
+    over_tiles,
+    store_stats,
+    with_care,
+)
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
@@ -33,22 +43,30 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
     q = columns.load(q_ref, (slice(None),), inside, shape.D)  # [block_q, D]
-    if scoring.plain:
-        q = _signed(q, scoring.scale.sign)
+    sign = scoring.scale.sign if scoring.plain else 1
+    if isinstance(sign, float) and sign < 0:
+        q, sign = tuple(-part for part in q), 1
 
-    def body(j, carry, masked):
+    def body(j, carry, masked, careful):
         accumulator, row_max, row_sum = carry
         col = j * tile.block_kv
-        view = reader.view(row, col, masked)
+        view = reader.view(row, col, masked, careful=careful)
         here = (pl.ds(col, tile.block_kv),)
         k = columns.load(k_ref, here, view.keep, shape.D)
-        raw = columns.inner(q, k, spec)  # [block_q, block_kv]
-        if not scoring.plain:
-            raw = scoring.natural(raw, view.addend, view.mod)
+        qk = columns.inner(q, k, spec)  # [block_q, block_kv]
+        if isinstance(sign, jax.Array):  # of each product: a q that was computed would not be read from shared memory
+            qk *= sign
+        raw = scoring.raw(qk, view.addend, view.mod)
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
-        empty = masked or scoring.biased or scoring.modified  # whether a row may still have seen nothing
-        p, shrink, row_max, row_sum = softmax.step(raw, row_max, row_sum, scoring.multiplier, masked=empty)
+        p, shrink, row_max, row_sum = softmax.step(
+            raw,
+            row_max,
+            row_sum,
+            scoring.multiplier,
+            masked=masked or scoring.biased or scoring.modified,  # whether a row may still have seen nothing
+            exp2=scoring.arithmetic.exp2,
+        )
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
         v = columns.load(v_ref, here, view.keep, shape.Dv)
@@ -61,7 +79,13 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
-    accumulator, row_max, row_sum = over_tiles(reader.kv_range(i), body, carry, whole=shape.S >= tile.block_kv)
+    seen = reader.kv_range(i)
+
+    def run(careful):
+        tiles = seen.all_partial() if careful else seen
+        return over_tiles(tiles, functools.partial(body, careful=careful), carry, whole=shape.S >= tile.block_kv)
+
+    accumulator, row_max, row_sum = with_care(run, not reader.closed, lambda found: has_nan(*found[0]))
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
     alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, alive, sink)
@@ -70,13 +94,6 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)
     columns.store(out_ref, out, inside, shape.Dv)
     store_stats(lse_ref, lse, inside)
-
-
-def _signed(q: columns.Columns, sign: float | jax.Array) -> columns.Columns:
-    """q with the sign of the scale."""
-    if isinstance(sign, float):
-        return q if sign > 0 else tuple(-part for part in q)
-    return tuple(part * jnp.asarray(sign, part.dtype) for part in q)
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):

@@ -133,9 +133,18 @@ def over_tiles(seen: TileRange | TileList, body: Callable, carry: Any, *, whole:
     if isinstance(seen, TileList):
         carry = _loop(seen.full, seen.stop, lambda n, carry: masked(seen.tile(n), carry), carry)
         return _loop(jnp.zeros((), jnp.int32), seen.full, lambda n, carry: full(seen.tile(n), carry), carry)
-    carry = _loop(seen.start, seen.full_start, masked, carry)
-    carry = _loop(seen.full_stop, seen.stop, masked, carry)
-    return _loop(seen.full_start, seen.full_stop, full, carry) if whole else carry
+    start, full_start, full_stop, stop = seen
+    if full_stop is stop or start is full_start:
+        carry = _loop(start, full_start, masked, carry)
+        carry = _loop(full_stop, stop, masked, carry)
+    else:  # one loop for both ends, since each costs registers
+        skipped = full_stop - full_start
+
+        def either(j, carry):
+            return masked(j + skipped * (j >= full_start).astype(jnp.int32), carry)
+
+        carry = _loop(start, stop - skipped, either, carry)
+    return _loop(full_start, full_stop, full, carry) if whole else carry
 
 
 def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
@@ -144,6 +153,24 @@ def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
         return carry
     # Under jax_enable_x64 a loop counts in 64 bits, unlike everything that the number meets.
     return lax.fori_loop(start, stop, lambda j, carry: body(jnp.asarray(j, jnp.int32), carry), carry)
+
+
+def with_care(run: Callable, guard: bool, spoiled: Callable) -> Any:
+    """`run(careful=False)`; where its results are `spoiled` by a NaN, `run(careful=True)` in its place.
+
+    What no query of a tile attends must not be multiplied, as 0 * NaN is NaN. To find out which keys these are, where
+    no closed form tells (a mask, segments, positions that are arrays), costs more than the products of the tile. So
+    at first all are multiplied; that is the end of it unless there was a NaN, which is rare, or (`guard` is False)
+    a closed form has told.
+    """
+    found = run(careful=False)
+    return lax.cond(spoiled(found), lambda: run(careful=True), lambda: found) if guard else found
+
+
+def has_nan(*tiles: jax.Array) -> jax.Array:
+    """Whether there is a NaN in any of the tiles (or infinities of both signs)."""
+    total = sum((tile.sum() for tile in tiles[1:]), tiles[0].sum())
+    return total != total
 
 
 def launch(

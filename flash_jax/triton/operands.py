@@ -17,6 +17,7 @@ from flash_jax.tiles.block_map import TileList
 from flash_jax.tiles.masks import Geometry, Int, Slots, TileRange
 from flash_jax.tiles.mods import TileMod, evaluate
 from flash_jax.tiles.scores import Scoring
+from flash_jax.triton.instructions import arithmetic
 from flash_jax.triton.launch import Shape, flat
 from flash_jax.triton.tiling import Tile, padded
 
@@ -162,7 +163,8 @@ class Reader:
 
     def scoring(self, dtype: Any) -> Scoring:
         """How the call makes scores, for inputs of `dtype`."""
-        return Scoring.of(self.spec, self.numbers, quick=jnp.dtype(dtype).itemsize < 4)
+        quick = jnp.dtype(dtype).itemsize < 4
+        return Scoring.of(self.spec, self.numbers, quick, arithmetic(self.spec))
 
     def kv_range(self, i: Int) -> TileRange | TileList:
         """The key/value tiles that query tile i attends."""
@@ -211,7 +213,7 @@ class Reader:
         """With a dense mask or a mask_mod no tile is known to be full."""
         if not self.dense:
             return found
-        return TileRange(found.start, found.stop, found.stop, found.stop)
+        return found.all_partial()
 
     def _judge(self, q: ranges.Bounds, kv: ranges.Bounds):
         return ranges.judge(q, kv, self.numbers.q_positions is not None, self.geometry, self.spec)
@@ -251,8 +253,11 @@ class Reader:
         found = step(jnp.zeros((), jnp.int32), nothing) if steps == 1 else lax.fori_loop(0, steps, step, nothing)
         return found.range()
 
-    def view(self, row: Int, col: Int, masked: bool, head: Any = None) -> View:
-        """The tile at `row` and `col`; `head` is the one to choose where refs hold several."""
+    def view(self, row: Int, col: Int, masked: bool, head: Any = None, careful: bool = True) -> View:
+        """The tile at `row` and `col`; `head` is the one to choose where refs hold several.
+
+        Without `careful`, `keep` may be True also of slots that take no part; see `launch.with_care`.
+        """
         o, tile = self.numbers, self.tile
         rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
         cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
@@ -267,7 +272,7 @@ class Reader:
             if self.spec.mask_mod is not None:
                 place = self._coordinates(r, c, head)
                 allowed &= evaluate(self.spec.mask_mod, list(place), self._read)
-            keep = self._keep(allowed, rows, cols, row, col)
+            keep = self._keep(allowed if careful else None, rows, cols, row, col)
         if o.bias is not None:
             addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
         if o.alibi_slopes is not None:
@@ -301,13 +306,17 @@ class Reader:
         return ref[(*prefix, *index) or ...]
 
     def _keep(self, allowed, rows, cols, row, col):
-        """Which of the streaming slots take part in the tile."""
-        if not self.closed:
+        """Which of the streaming slots take part in the tile, or, without `allowed`, may do so."""
+        if not self.closed and allowed is not None:
             return allowed.astype(jnp.int32).max(axis=0) > 0
-        tile = self.tile
+        tile, geometry = self.tile, self.geometry
+        if not ranges.is_scanned(self.numbers):
+            if self.transposed:
+                return masks.attending_rows(rows, col, tile.block_kv, geometry, self.spec)
+            return masks.attended_cols(cols, row, tile.block_q, geometry, self.spec)
         if self.transposed:
-            return masks.attending_rows(rows, col, tile.block_kv, self.geometry, self.spec)
-        return masks.attended_cols(cols, row, tile.block_q, self.geometry, self.spec)
+            return None if geometry.all_rows and self.shape.T % tile.block_q == 0 else rows < geometry.q_length
+        return None if geometry.all_cols and self.shape.S % tile.block_kv == 0 else cols < geometry.kv_length
 
     def _prefix(self, name: str, head: Any = None) -> tuple:
         """The indices that choose this example and head in the ref called `name`."""

@@ -55,8 +55,8 @@ def add_pair(
         delta = load_stats(refs.delta.at[at["delta"], head, here_q], inside_q)
         view = reader.view(row, col, True, head).guarded()  # without `keep`: rows and keys are loaded as they are
         qk = columns.inner(q, k, spec)
-        p, _ = probabilities(qk, lse[:, None], view, scoring, spec, refs.q.dtype)
-        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, spec)
+        p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
+        ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         return total + (ds if read is None else ds * weight_of_read(read, qk, view, scoring))
 
     return lax.fori_loop(0, jnp.asarray(reader.visible(i, j, head)).astype(jnp.int32), add, total)

@@ -9,6 +9,7 @@ import jax
 
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, BlockSizes, Operands
+from flash_jax.tiles import ranges
 
 PASSES = ("forward", "dq", "dkv")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
@@ -42,6 +43,8 @@ _TABLE = {
     ("dkv", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(64, 64, 4, 2),
     ("dkv", 256, 2): Tile(32, 64, 8, 2),
+    ("dbias", 64, 2): Tile(128, 128, 8, 1),
+    ("dbias", 128, 2): Tile(128, 128, 8, 1),
     ("forward", 64, 4): Tile(64, 32, 4, 2),
     ("forward", 128, 4): Tile(64, 32, 4, 2),
     ("forward", 256, 4): Tile(16, 32, 8, 2),
@@ -53,6 +56,10 @@ _TABLE = {
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
 }
 
+# The rows that differ where a tile of bias or mask is held beside the scores, and where ids or positions are.
+_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
+_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
 _TABLE_8 = {
@@ -60,6 +67,8 @@ _TABLE_8 = {
     ("forward", 256, 2): Tile(64, 64, 8, 2),
     ("dkv", 128, 2): Tile(64, 64, 8, 3),
     ("dkv", 256, 2): Tile(64, 32, 8, 2),
+    ("dbias", 64, 2): Tile(64, 64, 4, 2),
+    ("dbias", 128, 2): Tile(64, 64, 4, 2),
     ("dkv", 64, 4): Tile(16, 64, 4, 2),
     ("forward", 128, 4): Tile(32, 32, 4, 2),
     ("dq", 64, 4): Tile(32, 32, 4, 2),
@@ -67,7 +76,7 @@ _TABLE_8 = {
 
 
 def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Tile:
-    """The tile of pass `name` ("forward", "dq" or "dkv"): the user's sizes where given, else the table's, cut to fit.
+    """The tile of pass `name`, one of `PASSES` or "dbias": the user's sizes where given, else the table's, cut to fit.
 
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
     sizes that the user gave do not fit the GPU's shared memory.
@@ -76,7 +85,8 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     itemsize = q.dtype.itemsize
     device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
-    tile = dataclasses.replace(_row(capability, name, max(64, *widths), itemsize), **chosen)
+    row = _row(capability, (name, max(64, *widths), itemsize), operands)
+    tile = dataclasses.replace(row, **chosen)
     if "block_q" not in chosen:
         tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
     if "block_kv" not in chosen:
@@ -119,10 +129,17 @@ def _dense(operands: Operands) -> int:
     return sum(x.dtype.itemsize for x in dense)
 
 
-def _row(capability: str | None, name: str, width: int, itemsize: int) -> Tile:
-    """The table's row for a GPU."""
-    key = name, width, itemsize
-    return _TABLE_8.get(key, _TABLE[key]) if (capability or "").startswith("8.") else _TABLE[key]
+def _row(capability: str | None, key: tuple[str, int, int], operands: Operands) -> Tile:
+    """The table's row for a GPU; the dbias pass has that of dq where it has none of its own."""
+    tables = [_TABLE]
+    if (capability or "").startswith("8."):
+        tables = [_TABLE_8, _TABLE]
+    elif _dense(operands):
+        tables = [_TABLE_DENSE, _TABLE]
+    elif ranges.is_scanned(operands):
+        tables = [_TABLE_SCANNED, _TABLE]
+    found = next((table[key] for table in tables if key in table), None)
+    return _row(capability, ("dq", *key[1:]), operands) if found is None else found
 
 
 def padded(n: int) -> int:
@@ -170,7 +187,7 @@ def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
 def _overrides(sizes: BlockSizes | None, name: str) -> dict[str, int]:
     """The fields that the user gave for pass `name`."""
     if sizes is not None and name != "forward":
-        sizes = getattr(sizes, name) or sizes
+        sizes = getattr(sizes, "dq" if name == "dbias" else name) or sizes
     if sizes is None:
         return {}
     return {f.name: value for f in dataclasses.fields(Tile) if (value := getattr(sizes, f.name)) is not None}

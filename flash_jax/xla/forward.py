@@ -28,7 +28,7 @@ def forward(
         accumulator, row_max, row_sum = carry
         view = plan.view(tile)
         qk = product("...qkgd,...skd->...kgqs", view.q(q_rows), view.kv(k_rows), spec)
-        raw = scoring.scale.sign * qk if scoring.plain else scoring.natural(qk, view.addend, view.mod)
+        raw = scoring.raw(scoring.scale.sign * qk if scoring.plain else qk, view.addend, view.mod)
         if view.allowed is not None:
             raw = jnp.where(view.allowed, raw, -jnp.inf)
         p, shrink, new_max, new_sum = softmax.step(
