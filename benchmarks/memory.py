@@ -62,7 +62,7 @@ def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
         "bias [1, 1, T, 1], its gradient too": ({}, {}, {"bias": struct(1, 1, T, 1)}),
     }
     table, ids = struct(H, 255, **f32), struct(B, T, **i32)
-    blocks = flash_jax.BlockMask(struct(1, -(-T // 128), -(-T // 128), dtype="int8"), diagonal_blocks, (1, T, T))
+    blocks = jax.eval_shape(lambda: flash_jax.block_mask(diagonal_blocks, (T, T)))
     mods = {
         "score_mod, a table [H, 255]": ({"score_mod": relative}, {"mod_operands": (table,)}, {}),
         "score_mod, its gradient too": ({"score_mod": relative}, {}, {"mod_operands": (table,)}),
