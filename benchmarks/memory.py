@@ -18,6 +18,21 @@ from tests.support import compile_report, gpu_compile
 B, H, K, D = 1, 8, 2, 128
 
 
+def relative(score, b, h, i, j, table):
+    """A learned number for each head and distance, the same from 127 on."""
+    return score + table[h, i - j + 127]
+
+
+def same_document(b, h, i, j, ids):
+    """Allowed within a document."""
+    return ids[b, i] == ids[b, j]
+
+
+def diagonal_blocks(b, h, i, j):
+    """Allowed in every fourth block of a row."""
+    return (i // 128 - j // 128) % 4 == 0
+
+
 def struct(*shape, dtype="bfloat16"):
     """An array's shape and dtype."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -46,6 +61,14 @@ def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
         "bias [1, 1, 1, S], its gradient too": ({}, {}, {"bias": struct(1, 1, 1, T)}),
         "bias [1, 1, T, 1], its gradient too": ({}, {}, {"bias": struct(1, 1, T, 1)}),
     }
+    table, ids = struct(H, 255, **f32), struct(B, T, **i32)
+    blocks = jax.eval_shape(lambda: flash_jax.block_mask(diagonal_blocks, (T, T)))
+    mods = {
+        "score_mod, a table [H, 255]": ({"score_mod": relative}, {"mod_operands": (table,)}, {}),
+        "score_mod, its gradient too": ({"score_mod": relative}, {}, {"mod_operands": (table,)}),
+        "mask_mod, ids [B, T]": ({"mask_mod": same_document}, {"mod_operands": (ids,)}, {}),
+        "mask_mod with block_mask": ({}, {"block_mask": blocks}, {}),
+    }
     together = ({}, {}, {})
     for name, parts in alone.items():
         if name not in (
@@ -55,7 +78,7 @@ def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
         ):
             for whole, part in zip(together, parts, strict=True):
                 whole.update(part)
-    return alone | {"all together": together}
+    return alone | {"all together": together} | mods
 
 
 def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, head_dim=D, dtype="bfloat16"):  # noqa: PLR0913

@@ -33,6 +33,16 @@ def quiet_triton_lowering() -> Iterator[None]:
         yield
 
 
+def constants_in_place() -> contextlib.AbstractContextManager:
+    """Undoes `jax.ensure_compile_time_eval` within: numbers in what is traced stay literals, as they are without it.
+
+    There a jitted function of JAX's own, such as the remainder, takes results of constants as inputs of its jaxpr.
+    """
+    from jax._src.config import eager_constant_folding
+
+    return eager_constant_folding(False)
+
+
 _UNKNOWN_GPU = "an unknown NVIDIA GPU"
 # Stands in for it: the oldest that the kernels run on, so that what is lowered for it runs on all of them.
 _OLDEST_GPU = "NVIDIA A100-SXM4-80GB"

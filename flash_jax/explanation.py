@@ -40,7 +40,8 @@ class Explanation:
         that GPU; empty where it does not run there.
       shared_bytes: an estimate of the shared memory that a program of each of these passes asks for.
       pairs: how many pairs of tiles of triton's forward pass are `full` (no mask is evaluated in them), `partial` and
-        `skipped`, for one query head and all examples; None where that is unknown, or `tiles` is empty.
+        `skipped`, in all examples and `heads` query heads; None where that is unknown, or `tiles` is empty.
+      heads: 1; all of them where a block map has an entry for each.
       unknown: names of the arrays without which `pairs` is unknown: they are traced or abstract.
       precision: how float32 inputs are multiplied: "ieee", "x3" (three TF32 products, float32 accuracy) or "tf32".
       residual_bytes: memory of "out" and "lse", all that the backward pass keeps besides the inputs.
@@ -53,6 +54,7 @@ class Explanation:
     tiles: dict[str, Tile]
     shared_bytes: dict[str, int]
     pairs: Pairs | None
+    heads: int
     unknown: tuple[str, ...]
     precision: str
     residual_bytes: dict[str, int]
@@ -93,7 +95,8 @@ class Explanation:
         else:
             names = zip(Pairs._fields, self.pairs, strict=True)
             parts = [f"{n} {name} ({100 * n / max(self.pairs.total, 1):.1f}%)" for name, n in names]
-            counts = f"{', '.join(parts)}; of one head, all examples"
+            of = "one head" if self.heads == 1 else f"all {self.heads} heads"
+            counts = f"{', '.join(parts)}; of {of}, all examples"
         return [*_columns(rows), "", f"forward, pairs of tiles: {counts}"]
 
     def _of_numbers(self) -> list[str]:

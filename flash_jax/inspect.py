@@ -1,6 +1,7 @@
 """What a call would run, and what its mask looks like: `explain` and `visualize_mask`. Nothing of it is computed."""
 
 import inspect
+import itertools
 import math
 import os
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from flash_jax.explanation import Explanation, Target
 from flash_jax.picture import MaskPicture
 from flash_jax.spec import OWN_RANK, Operands
 from flash_jax.tiles import survey
+from flash_jax.tiles.reads import reads_of
 from flash_jax.tiles.survey import DECIDING, Pairs
 from flash_jax.triton import tiling
 from flash_jax.triton.tiling import Tile
@@ -45,8 +47,9 @@ def explain(
     Args:
       query, key, value, bias, mask: arrays, or a `jax.ShapeDtypeStruct` in place of any.
       return_lse: makes no difference to what runs.
-      options: the other arguments of `flash_attention`, by name. Under `jit` traced ones are taken; what depends on
-        their values is reported as unknown.
+      options: the other arguments of `flash_attention`, by name, with a `jax.ShapeDtypeStruct` in place of any array,
+        also of those in mod_operands and in a block_mask. Under `jit` traced ones are taken; what depends on values
+        that are not there is reported as unknown.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention` for arguments that are wrong.
@@ -71,9 +74,9 @@ def explain(
     sharded = _sharding_reason(given)
     gpu = _target(compat.gpu_description()[0], "cuda", call, misfit, sharded)
     here = gpu if platform == "cuda" else _target(device.platform, platform, call, misfit, sharded)
-    pairs = None
+    pairs, heads = None, 1 if operands.block_map is None else operands.block_map.shape[-3]
     if tiles and not unknown:
-        pairs = _pairs(call, (tiles["forward"].block_q, tiles["forward"].block_kv))
+        pairs = _pairs(call, (tiles["forward"].block_q, tiles["forward"].block_kv), heads)
     rows, stats = math.prod(q.shape[:-1]), np.promote_types(q.dtype, np.float32)
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("query", q), ("key", k), ("value", v)))
     return Explanation(
@@ -84,6 +87,7 @@ def explain(
         tiles=tiles,
         shared_bytes={name: tiling.sizer(name, spec, q, k, v, operands)(tile) for name, tile in tiles.items()},
         pairs=pairs,
+        heads=heads,
         unknown=unknown,
         precision=spec.precision,
         residual_bytes={"out": rows * v.shape[-1] * q.dtype.itemsize, "lse": rows * stats.itemsize},
@@ -105,13 +109,14 @@ def visualize_mask(  # noqa: PLR0913
 ) -> MaskPicture:
     """Which tiles of scores the forward kernel computes whole, computes with a mask, and skips, as a picture.
 
-    The judgement is the one that the kernels make. A dense `mask` skips nothing and makes each tile partial; a bias of
-    -inf is not looked at. Both count in the single entries, which are found where T and S are at most 128.
+    The judgement is the one that the kernels make. A dense `mask`, or a mask_mod without a block_mask, skips nothing
+    and makes each tile partial; a bias of -inf is not looked at. All three count in the single entries, which are found
+    where T and S are at most 128. What a score_mod makes -inf is not looked at, neither for tiles nor for entries.
 
     Args:
       query, key, value, bias, mask: arrays, or a `jax.ShapeDtypeStruct` in place of any.
       example: which example to draw, by its row-major index over the leading dims.
-      head: which query head to draw; only a mask or a bias of -inf makes heads differ.
+      head: which query head to draw; only a mask, a mask_mod, a block_mask or a bias of -inf makes heads differ.
       path: where to write a figure too, such as "mask.png"; this needs matplotlib.
       return_lse: makes no difference.
       options: the other arguments of `flash_attention`, by name. `block_sizes` sets the tiles; by default they are
@@ -141,14 +146,17 @@ def visualize_mask(  # noqa: PLR0913
     _check_index("example", example, math.prod(lead))
     _check_index("head", head, q.shape[-2])
     blocks, found, allowed = _forward_blocks(call), None, None
+    read = () if spec.mask_mod is None else sorted({x.operand for x in reads_of(spec.mask_mod)})
     dense = {name: getattr(operands, name) for name in ("bias", "mask")}
+    dense |= {f"mod_operands[{n}]": operands.mods[n] for n in read}
     no_values = tuple(name for name, x in dense.items() if isinstance(x, jax.ShapeDtypeStruct))
     if not unknown:
         with jax.ensure_compile_time_eval():
             single = survey.of_example(operands, lead, example, head, () if no_values else ("bias", "mask"))
             found = survey.survey(single, spec, lengths, blocks, operands.mask is not None)
             if max(lengths) <= _ENTRIES and not no_values:
-                allowed = survey.entries(single, spec, lengths)
+                tables = {n: operands.mods[n].reshape(operands.mods[n].shape[len(lead) :]) for n in read}
+                allowed = survey.entries(single, spec, lengths, (example, head), tables)
     picture = MaskPicture(lengths, blocks, example, head, allowed, (*unknown, *no_values), found)
     if path is not None:
         picture.save(path)
@@ -161,21 +169,23 @@ def _normalised(name: str, return_lse: bool, given: dict[str, Any]) -> tuple[Cal
     for option in given:
         if option not in inspect.signature(arguments.normalise).parameters:
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-    abstract = {key: x for key, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
     for key in ("query", "key", "value"):
         if isinstance(given[key], (jax.Array, np.ndarray)):
-            abstract[key] = jax.ShapeDtypeStruct(given[key].shape, jnp.result_type(given[key]))
+            given = {**given, key: jax.ShapeDtypeStruct(given[key].shape, jnp.result_type(given[key]))}
+    leaves, structure = jax.tree.flatten(given)  # mod_operands is a tuple of arrays, a block_mask has one inside
+    abstract = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
     found = []
 
     def trace(abstract):
-        call = arguments.normalise(**(given | abstract))
+        call = arguments.normalise(**jax.tree.unflatten(structure, [abstract.get(n, x) for n, x in enumerate(leaves)]))
         operands = jax.tree.map(_struct_if_unknown, call.operands)
         found.append(call._replace(q=_struct(call.q), k=_struct(call.k), v=_struct(call.v), operands=operands))
 
     with jax.ensure_compile_time_eval():  # what has values keeps them, also inside a trace
         jax.eval_shape(trace, abstract)
     (call,) = found
-    return call, tuple(n for n in DECIDING if isinstance(getattr(call.operands, n), jax.ShapeDtypeStruct))
+    unknown = (n for n in DECIDING if isinstance(getattr(call.operands, n), jax.ShapeDtypeStruct))
+    return call, tuple("block_mask" if n == "block_map" else n for n in unknown)
 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -226,16 +236,16 @@ def _sharding_reason(given: dict[str, Any]) -> str | None:
     return None
 
 
-def _pairs(call: Call, blocks: tuple[int, int]) -> Pairs:
-    """The pairs of tiles of one head and all examples; those that cannot differ are surveyed once."""
+def _pairs(call: Call, blocks: tuple[int, int], heads: int) -> Pairs:
+    """The pairs of tiles of all examples and so many heads; those that cannot differ are surveyed once."""
     lead, lengths = call.q.shape[:-3], (call.q.shape[-3], call.k.shape[-3])
     arrays = {name: np.asarray(x) for name in DECIDING if (x := getattr(call.operands, name)) is not None}
     examples = math.prod(lead)
     differ = any(math.prod(x.shape[: x.ndim - OWN_RANK[name]]) > 1 for name, x in arrays.items())
     total, masked = np.zeros(3, np.int64), call.operands.mask is not None
     with jax.ensure_compile_time_eval():
-        for n in range(examples if differ else min(examples, 1)):
-            one = survey.of_example(Operands(**arrays, mods=()), lead, n)
+        for n, head in itertools.product(range(examples if differ else min(examples, 1)), range(heads)):
+            one = survey.of_example(Operands(**arrays, mods=()), lead, n, head)
             total += survey.survey(one, call.spec, lengths, blocks, masked).pairs
     return Pairs(*(total * (1 if differ else examples)).tolist())
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from flash_jax import compat
 from flash_jax.spec import Mod
 from flash_jax.tiles import mods as tile_mods
 from flash_jax.tiles import reads
@@ -44,17 +45,11 @@ class Operand:
             raise TypeError(f"{self._name} is indexed by scalar integers; got {got}.")
         return x.astype(jnp.int32)
 
-    def __iter__(self):
-        raise TypeError(self._refusal())
+    def _refuse(self, *_, **__):
+        raise TypeError(f"{self._name} is no array inside a mod: index it, as in `operand[h, i - j]`.")
 
-    def __jax_array__(self):
-        raise TypeError(self._refusal())
-
-    def __array__(self, *_, **__):
-        raise TypeError(self._refusal())
-
-    def _refusal(self) -> str:
-        return f"{self._name} is no array inside a mod: index it, as in `operand[h, i - j]`."
+    __iter__ = __array__ = __bool__ = __eq__ = __ne__ = _refuse
+    __jax_array__ = property(_refuse)  # JAX asks for it before it would call it, and words its own error otherwise
 
 
 def operands(values: Sequence[ArrayLike], rank: int, wide: bool) -> tuple[jax.Array, ...]:
@@ -122,7 +117,8 @@ def _trace(name: str, function: Callable, shapes: tuple, batch: tuple[int, ...],
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     first = [] if dtype is None else [jax.ShapeDtypeStruct((), dtype)]
-    closed = jax.make_jaxpr(scalar)(*first, index, index, index, index)
+    with compat.constants_in_place():
+        closed = jax.make_jaxpr(scalar)(*first, index, index, index, index)
     _check(name, closed)
     mod = Mod(function, closed.jaxpr, batch, heads)
     reads.reads_of(mod)  # raises for an index that depends on the score

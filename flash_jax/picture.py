@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flash_jax.tiles.survey import FULL, PARTIAL, SKIPPED, Pairs, Survey
+from flash_jax.tiles.survey import FULL, PARTIAL, SKIPPED, ListedSurvey, Pairs, Survey
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +32,8 @@ class MaskPicture:
       blocks: (block_q, block_kv), the sizes of a tile.
       example: the example drawn, by its row-major index over the leading dims.
       head: the query head drawn.
-      allowed: bool [T, S], which entries take part, a dense mask and a bias of -inf included. None where T or S exceeds
-        128, and where it is unknown.
+      allowed: bool [T, S], which entries take part, a dense mask, a mask_mod and a bias of -inf included, a -inf that a
+        score_mod gives not. None where T or S exceeds 128, and where it is unknown.
       unknown: names of arrays that have no values here, because they are traced or abstract.
       survey: the tiles that each query tile visits; None where that is unknown.
     """
@@ -44,7 +44,7 @@ class MaskPicture:
     head: int
     allowed: np.ndarray | None
     unknown: tuple[str, ...]
-    survey: Survey | None
+    survey: Survey | ListedSurvey | None
 
     @property
     def pairs(self) -> Pairs | None:
@@ -54,7 +54,7 @@ class MaskPicture:
     @property
     def tiles(self) -> np.ndarray | None:
         """int8 [query tiles, key tiles]: 2 full, 1 partial, 0 skipped; None where that is unknown."""
-        return None if self.survey is None else self.survey.states(0, len(self.survey.start))
+        return None if self.survey is None else self.survey.states(0, self.survey.q_tiles)
 
     def __str__(self) -> str:
         (T, S), (block_q, block_kv) = self.lengths, self.blocks
@@ -131,14 +131,14 @@ class MaskPicture:
         return _reduced(self.survey, (rows, cols)), (rows * self.blocks[0], cols * self.blocks[1])
 
 
-def _factors(survey: Survey, most: int) -> tuple[int, int]:
+def _factors(survey: Survey | ListedSurvey, most: int) -> tuple[int, int]:
     """How many tiles go into one cell along each side, so that there are at most `most` cells."""
-    return max(1, -(-len(survey.start) // most)), max(1, -(-survey.kv_tiles // most))
+    return max(1, -(-survey.q_tiles // most)), max(1, -(-survey.kv_tiles // most))
 
 
-def _reduced(survey: Survey, factors: tuple[int, int]) -> np.ndarray:
+def _reduced(survey: Survey | ListedSurvey, factors: tuple[int, int]) -> np.ndarray:
     """The states of tiles, cell by cell of so many: PARTIAL where those of a cell differ."""
-    (rows, cols), tiles = factors, (len(survey.start), survey.kv_tiles)
+    (rows, cols), tiles = factors, (survey.q_tiles, survey.kv_tiles)
     if 0 in tiles:
         return np.zeros((-(-tiles[0] // rows), -(-tiles[1] // cols)), np.int8)
     starts, cells = np.arange(0, tiles[1], cols), []

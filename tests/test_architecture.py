@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],
     "arguments": ["validate", "mods", "spec", "tiles.dropout"],
-    "mods": ["spec", "tiles.mods", "tiles.reads"],
+    "mods": ["spec", "tiles.mods", "tiles.reads", "compat"],
     "block_mask": ["mods", "spec", "tiles.mods"],
     "validate": ["spec"],
     "op": [

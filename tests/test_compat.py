@@ -70,6 +70,17 @@ def test_arrays_vary_alike_inside_shard_map():
     assert seen[0].varying == {"x"}
 
 
+def test_constants_stay_in_place():
+    """The remainder is a jitted function of JAX's own, of which eager folding would make a part an array."""
+    x = jnp.ones((1, 9, 1, 8))
+    with jax.ensure_compile_time_eval():
+        found = flash_jax.flash_attention(x, x, x, mask_mod=lambda b, h, i, j: (i - j) % 3 == 0)
+        with compat.constants_in_place():
+            jaxpr = jax.make_jaxpr(lambda i: (i % 5) // 3)(1)
+    assert found.shape == x.shape and not jaxpr.consts
+    assert all(not eqn.params["jaxpr"].consts for eqn in jaxpr.jaxpr.eqns if "jaxpr" in eqn.params)
+
+
 def test_explicit_mesh_axes_are_refused_and_shard_map_serves_them():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):

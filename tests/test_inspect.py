@@ -12,8 +12,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 import flash_jax
-from flash_jax import BlockSizes, arguments, explain, reference, visualize_mask
+from flash_jax import BlockMask, BlockSizes, arguments, block_mask, explain, reference, visualize_mask
 from flash_jax.spec import leads
+from flash_jax.tiles.block_map import TileList
 from flash_jax.triton.launch import Shape
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile
@@ -52,13 +53,19 @@ BATCHES = {
     "positions-window": {"window": (12, 3), "q_positions": np.sort(DRAWN.integers(0, 90, (2, 40)))},
     "mask": {"causal": True, "mask": DRAWN.random((2, 2, 40, 40)) < 0.5},
     "bias": {"bias": np.where(DRAWN.random((40, 40)) < 0.5, -np.inf, 0).astype(np.float32)},
+    "mask-mod": {"causal": True, "mask_mod": lambda b, h, i, j: (i + j + b) % 3 > h},
+    "mask-mod-operands": {"mask_mod": lambda b, h, i, j, x, ids: ids[b, i] == ids[b, j], "window": (9, 9)},
 }
+BATCHES["mask-mod-operands"]["mod_operands"] = (np.ones(3), DRAWN.integers(0, 3, (2, 40)).astype(np.int32))
 
 
 def by_definition(options):
     """bool [B, H, T, S]: what the reference allows."""
     q, k, _, operands, spec = arguments.normalise(*case("B2-T40-H2-D8-f32").arrays(), **options)
-    return np.broadcast_to(reference._allowed(q.shape[-3], k.shape[-3], operands, spec), (2, 2, 40, 40))
+    allowed = reference._allowed(q.shape[-3], k.shape[-3], operands, spec)
+    if spec.mask_mod is not None:
+        allowed &= reference._modified(spec.mask_mod, [], operands, (2, 40, 40))
+    return np.broadcast_to(allowed, (2, 2, 40, 40))
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -76,27 +83,29 @@ def test_tiles_against_brute_force(name):
         every = (tiled[example, 1] | past).reshape(10, 4, 20, 2).all((1, 3))
         assert not some[found.tiles == 0].any() and every[found.tiles == 2].all()
         assert found.pairs == tuple((found.tiles == state).sum() for state in (2, 1, 0))
-        assert found.pairs.full > 0 or name in ("segments-unsorted", "positions", "mask")
+        assert found.pairs.full > 0 or name in ("segments-unsorted", "positions", "mask") or "mask_mod" in options
         assert found.pairs.skipped > 0 or name in ("plain", "segments-unsorted", "positions", "bias")
 
 
-@pytest.mark.parametrize("name", ["causal", "lengths", "segments-sorted", "mask"])
+@pytest.mark.parametrize("name", ["causal", "lengths", "segments-sorted", "mask", "mask-mod"])
 def test_the_counts_of_a_call_are_those_of_its_examples(name):
     arrays, options = case("B2-T40-H2-D8-f32").arrays(), {**BATCHES[name], "block_sizes": TILES_16}
     one, other = (np.array(visualize_mask(*arrays, **options, example=n).pairs) for n in range(2))
     assert explain(*arrays, **options).pairs == tuple(one + other)
 
 
-@pytest.mark.parametrize("name", ["causal-window", "lengths", "prefix", "segments-sorted", "positions", "mask"])
+@pytest.mark.parametrize(
+    "name", ["causal-window", "lengths", "prefix", "segments-sorted", "positions", "mask", "mask-mod"]
+)
 def test_tiles_are_those_of_the_kernels(name):
     """Each program of a Pallas kernel writes the range that it would run over."""
     tile = Tile(16, 16, 4, 1)
     q, k, v, operands, spec = arguments.normalise(*case("B2-T40-H2-D8-f32").arrays(), **BATCHES[name])
-    shape = Shape.of(q, k, v, np.broadcast_shapes(q.shape[:-3], *leads(operands)))
-    extra = inputs(operands, tile)
+    shape = Shape.of(q, k, v, np.broadcast_shapes(q.shape[:-3], *leads(operands, 1)))
+    extra = inputs(operands, tile, shape, spec)
 
     def kernel(extra, out_ref):
-        seen = Reader.of(extra, spec, shape, tile).kv_range(pl.program_id(0))
+        seen = Reader.of(extra, spec, shape, tile, (pl.program_id(2), pl.program_id(1))).kv_range(pl.program_id(0))
         out_ref[...] = jnp.stack([jnp.asarray(x, jnp.int32) for x in seen])
 
     visited = pl.pallas_call(
@@ -106,12 +115,118 @@ def test_tiles_are_those_of_the_kernels(name):
         out_specs=pl.BlockSpec((None, None, None, 4), lambda i, h, b: (b, h, i, 0)),
         out_shape=jax.ShapeDtypeStruct((2, 2, 3, 4), jnp.int32),
         interpret=True,
-    )(flattened(extra))
+    )(flattened(extra, shape))
     for example in range(2):
         found = visualize_mask(q, k, v, **BATCHES[name], example=example, block_sizes=TILES_16).survey
         ours = np.stack(found[:4], axis=-1)
         for head in range(2):
             np.testing.assert_array_equal(ours, visited[example, head])
+
+
+# With a map of the mask_mod's blocks.
+
+
+def banded(b, h, i, j):
+    return (i - j <= 200 * (b + 1)) & (i - j >= -130 * h)
+
+
+MAPPED = {
+    "alone": {},
+    "causal-window": {"causal": True, "window": (300, None)},
+    "lengths": {"causal": True, "q_lengths": np.array([500, 333]), "kv_lengths": np.array([130, 500])},
+    "segments": {"segment_ids": np.repeat([0, 1, 4, -1], [128, 200, 130, 42])},
+    "positions": {"causal": True, "kv_positions": np.arange(500)[::-1].copy()},
+    "mask": {"mask": np.ones((500, 500), bool)},
+}
+SIZES = {"smaller": (32, 64), "tall": (256, 16), "wide": (16, 256)}
+LONG = struct(2, 500, 2, 16)
+
+
+@pytest.fixture(scope="module")
+def of_banded():
+    return block_mask(banded, (2, 2, 500, 500))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", MAPPED)
+def test_tiles_of_a_map_against_brute_force(name, sizes, of_banded):
+    """No tile is skipped in which something is allowed, and in a full one everything is, in rows before the length."""
+    block_q, block_kv = SIZES[sizes]
+    options = {**MAPPED[name], "block_mask": of_banded}
+    q, k, v, operands, spec = arguments.normalise(*case("B2-T500-H2-D8-f32").arrays(), **options)
+    allowed = reference._allowed(500, 500, operands, spec)
+    allowed &= reference._modified(spec.mask_mod, [], operands, (2, 500, 500))
+    lengths, counts = np.broadcast_to(options.get("q_lengths", 500), (2,)), np.zeros(3, int)
+    tile, blocks = (-(-500 // block_q), block_q, -(-500 // block_kv), block_kv), BlockSizes(block_q, block_kv)
+    padding = [(0, n * m - 500) for n, m in (tile[:2], tile[2:])]
+    for example in range(2):
+        for head in range(2):
+            found = visualize_mask(q, k, v, **options, example=example, head=head, block_sizes=blocks)
+            one = np.asarray(allowed)[example, head]
+            past = np.arange(500)[:, None] >= lengths[example]
+            some = np.asarray(np.pad(one, padding).reshape(tile).any((1, 3)))
+            every = np.asarray(np.pad(one | past, padding, constant_values=True).reshape(tile).all((1, 3)))
+            assert not some[found.tiles == 0].any() and every[found.tiles == 2].all()
+            assert found.pairs == tuple((found.tiles == state).sum() for state in (2, 1, 0))
+            counts += found.pairs
+    assert counts[2] > 0 and (counts[0] > 0 or name == "mask" or sizes != "smaller")
+    assert counts[0] == 0 or name != "mask"
+    assert explain(LONG, LONG, LONG, **options, block_sizes=blocks).pairs == tuple(counts)
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_tiles_of_a_map_are_those_of_the_kernels(name, of_banded):
+    """Each program of a Pallas kernel writes the list that it would run over."""
+    options, tile = {**MAPPED[name], "block_mask": of_banded}, Tile(64, 32, 4, 1)
+    q, k, v, operands, spec = arguments.normalise(*case("B2-T500-H2-D8-f32").arrays(), **options)
+    shape = Shape.of(q, k, v, (2,))
+    extra = inputs(operands, tile, shape, spec)
+
+    def kernel(extra, out_ref):
+        seen = Reader.of(extra, spec, shape, tile, (pl.program_id(2), pl.program_id(1))).kv_range(pl.program_id(0))
+        assert isinstance(seen, TileList)
+        numbers = jnp.arange(16, dtype=jnp.int32)
+        state = (numbers < seen.stop).astype(jnp.int32) + (numbers < seen.full).astype(jnp.int32)
+        order = jnp.stack([jnp.asarray(seen.tile(n), jnp.int32) for n in range(16)])
+        out_ref[...] = jnp.where(order[None, :] == numbers[:, None], state[None, :], 0).sum(1)
+
+    visited = pl.pallas_call(
+        kernel,
+        grid=(8, 2, 2),
+        in_specs=(specs(extra, shape, None),),
+        out_specs=pl.BlockSpec((None, None, None, 16), lambda i, h, b: (b, h, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((2, 2, 8, 16), jnp.int32),
+        interpret=True,
+    )(flattened(extra, shape))
+    sizes = BlockSizes(block_q=64, block_kv=32)
+    for example in range(2):
+        for head in range(2):
+            found = visualize_mask(q, k, v, **options, example=example, head=head, block_sizes=sizes)
+            np.testing.assert_array_equal(found.tiles, visited[example, head])
+
+
+def test_picture_of_a_map():
+    dilated = block_mask(lambda b, h, i, j: (i // 128 - j // 128) % (h + 2) == 0, (2, 640, 640))
+    x, sizes = struct(640, 2, 64), BlockSizes(block_q=128, block_kv=128)
+    drawn = str(visualize_mask(x, x, x, block_mask=dilated, causal=True, head=1, block_sizes=sizes)).splitlines()
+    assert drawn[1:] == ["# 2 full, / 5 partial, . 18 skipped", "/....", "./...", "../..", "#../.", ".#../"]
+    found = explain(x, x, x, block_mask=dilated, causal=True)
+    assert found.heads == 2 and "; of all 2 heads, all examples" in str(found)
+    assert explain(x, x, x, mask_mod=dilated.mask_mod, causal=True).pairs.full == 0
+    assert explain(x, x, x, score_mod=lambda s, b, h, i, j: s, causal=True).pairs == explain(x, x, x, causal=True).pairs
+
+
+def test_entries_of_a_mask_mod_and_not_of_a_score_mod():
+    """A table is read at indices moved to its ends; each head has its own entries."""
+    x, table = struct(3, 6, 2, 16), DRAWN.random((2, 4)) < 0.5
+    options = {"mask_mod": lambda b, h, i, j, t: t[h, i - j] | (b == 1), "mod_operands": (table,)}
+    options["score_mod"] = lambda s, b, h, i, j, t: jnp.where(i < j, -jnp.inf, s)
+    i, j = np.ogrid[:6, :6]
+    for example in range(3):
+        for head in range(2):
+            found = visualize_mask(x, x, x, **options, example=example, head=head)
+            expected = table[head, np.clip(i - j, 0, 3)] | (example == 1)
+            np.testing.assert_array_equal(found.allowed, expected)
 
 
 def test_mask_and_bias_of_another_head():
@@ -170,18 +285,21 @@ def test_no_queries_or_no_keys():
         assert str(visualize_mask(*arrays)).endswith("# 0 full, / 0 partial, . 0 skipped")
 
 
-def test_masks_page_prints_what_it_shows(capsys):
-    """The page's blocks of Python, each followed by the text that it printed; in one namespace."""
-    page = (Path(__file__).parent.parent / "docs" / "masks.md").read_text()
-    blocks = re.findall(r"```(python|text)\n(.*?)```", page, re.DOTALL)
-    names, printed = {}, None
-    for language, text in blocks:
+@pytest.mark.parametrize("page, shown", [("masks", 6), ("mods", 2)])
+def test_a_page_prints_what_it_shows(page, shown, capsys):
+    """The page's blocks of Python, those that print followed by the text; in one namespace."""
+    text = (Path(__file__).parent.parent / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)
+    names, printed = {}, ""
+    for language, block in blocks:
         if language == "python":
-            exec(text, names)
+            assert not printed
+            exec(block, names)
             printed = capsys.readouterr().out
         else:
-            assert printed == text
-    assert [language for language, _ in blocks] == ["python", "text"] * 4
+            assert printed == block
+            printed = ""
+    assert not printed and [language for language, _ in blocks].count("text") == shown
 
 
 # What would run.
@@ -319,6 +437,35 @@ def test_under_jit():
     assert "entries unknown, since these have no values here: mask" in str(drawn)
 
 
+def test_a_map_and_tables_without_values():
+    """Abstract or traced; a table that no mask_mod reads is of no account."""
+    x, table = struct(2, 40, 2, 16), struct(3, dtype="float32")
+    same = lambda b, h, i, j, *t: i >= j  # noqa: E731
+    read = lambda b, h, i, j, t: (i >= j) | (t[i] > 0)  # noqa: E731
+    abstract = BlockMask(struct(2, 1, 1, 1, dtype="int8"), same, (2, 1, 40, 40))
+    for found in (explain(x, x, x, block_mask=abstract), visualize_mask(x, x, x, block_mask=abstract)):
+        assert found.unknown == ("block_mask",) and found.pairs is None
+        assert "unknown, since these have no values here: block_mask" in str(found)
+    found = visualize_mask(x, x, x, mask_mod=same, mod_operands=(table,))
+    np.testing.assert_array_equal(found.allowed, np.tri(40, dtype=bool))
+    found = visualize_mask(x, x, x, mask_mod=read, mod_operands=(table,))
+    assert found.allowed is None and found.unknown == ("mod_operands[0]",) and found.pairs == (0, 1, 0)
+    assert explain(x, x, x, mask_mod=read, mod_operands=(table,)).pairs.full == 0
+    biased = explain(x, x, x, score_mod=lambda s, b, h, i, j, t: s + t[i - j], mod_operands=(table,))
+    assert biased.pairs == explain(x, x, x).pairs and biased.gpu.picked == "triton"
+
+    @jax.jit
+    def f(table, traced):
+        seen = visualize_mask(x, x, x, mask_mod=read, mod_operands=(table,))
+        assert seen.allowed is None and seen.unknown == ("mod_operands[0]",)
+        assert explain(x, x, x, block_mask=traced).unknown == ("block_mask",)
+        assert explain(x, x, x, block_mask=known).pairs == (0, 2, 0)
+        return table
+
+    known = block_mask(same, (40, 40))
+    f(jnp.ones(3), known)
+
+
 def test_abstract_operands_count_as_unknown():
     ids = struct(2, 4096, dtype="int32")
     found = explain(X, X, X, segment_ids=ids, bias=struct(4096, 4096))
@@ -342,6 +489,11 @@ def test_abstract_operands_count_as_unknown():
         {"value": [1.0]},
         {"key": np.ones((4, 2, 8), np.float32)},
         {"query": np.ones((4, 8), jnp.bfloat16)},
+        {"score_mod": lambda s, b, h, i, j: s > 0},
+        {"mask_mod": lambda b, h, i, j: i - j},
+        {"mod_operands": (np.ones(3),)},
+        {"block_mask": np.ones((1, 1), np.int8)},
+        {"block_mask": block_mask(lambda b, h, i, j: i >= j, (4, 5))},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -63,7 +63,9 @@ def _judged(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes, 
     i, j = jnp.arange(counts[0], dtype=jnp.int32)[:, None], jnp.arange(counts[1], dtype=jnp.int32)[None, :]
     if not ranges.is_scanned(operands):
         seen = masks.kv_range(i * blocks[0], blocks[0], blocks[1], geometry, spec)
-        return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop)
+        # Rows past the query length get no gradient, so a full tile must end before it.
+        inside = (i + 1) * blocks[0] <= geometry.q_length
+        return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop) & inside
 
     def bounds(tile, block, positions, segments, shape):
         summary = ranges.summary(positions, segments, block)

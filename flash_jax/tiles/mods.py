@@ -139,4 +139,5 @@ class TileMod:
     def _of(self, score, *values):
         given = iter(values)
         out = evaluate(self.mod, [score, *self.coordinates], lambda operand, index: next(given))
-        return jnp.broadcast_to(out, score.shape)
+        # Under vmap what is read may have leading dims that the score has not.
+        return jnp.broadcast_to(out, np.broadcast_shapes(out.shape, score.shape))

@@ -5,9 +5,9 @@ error of plain attention in the inputs' own dtype:
 
     max|x - oracle| <= 2 max|plain - oracle| + eps(dtype) max|oracle|        (3 for gradients and tangents)
 
-The dtype is that of the result, with one exception: a bias, slopes or sinks that are float32 beside a query of 16 bits
-have float32 gradients, made of products and outputs that are rounded to 16 bits; for these alone eps is that of the
-query's dtype, the "same dtype" of the rule.
+The dtype is that of the result, with one exception: a bias, slopes, sinks or what a score_mod reads, float32 beside a
+query of 16 bits, have float32 gradients, made of products and outputs that are rounded to 16 bits; for these alone eps
+is that of the query's dtype, the "same dtype" of the rule.
 
 Where both sides are in float64, `assert_same_in_float64` and `assert_slope` allow for the rounding of float64 alone.
 """
@@ -50,8 +50,8 @@ def assert_agrees(results, program: Program, *arrays):
 
 
 def _is_riding_along(path):
-    """Whether this result is the gradient of a bias, of slopes or of sinks (see `programs`)."""
-    return any(getattr(part, "key", None) in ("bias", "alibi_slopes", "sinks") for part in path)
+    """Whether this result is the gradient of a bias, of slopes, sinks or what a mod reads (see `programs`)."""
+    return any(getattr(part, "key", None) in ("bias", "alibi_slopes", "sinks", "mod_operands") for part in path)
 
 
 def judges(program: Program, *arrays):

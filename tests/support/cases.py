@@ -50,13 +50,19 @@ class Case:
     def inputs(self, seed: int = 0, **shapes):
         """Query, key and value, and a dict of arrays of these `shapes` by name: normal, slopes and scales smaller.
 
-        A bias has this case's dtype; slopes, sinks and scales are float32 beside 16 bits.
+        A bias has this case's dtype; slopes, sinks, scales and mod_operands, of which there is a tuple of shapes, are
+        float32 beside 16 bits.
         """
         wide = np.promote_types(self.dtype, np.float32)
+        tables = {name: shapes.pop(name) for name in ("mod_operands",) if name in shapes}
         riding = {name: self.normal(shape, seed, name) for name, shape in shapes.items()}
         riding = {name: x if name == "bias" else x.astype(wide) for name, x in riding.items()}
         sizes = {"alibi_slopes": 0.1, "scale": 0.3}
-        return *self.arrays(seed), {name: (x * sizes.get(name, 1)).astype(x.dtype) for name, x in riding.items()}
+        riding = {name: (x * sizes.get(name, 1)).astype(x.dtype) for name, x in riding.items()}
+        for name, own in tables.items():
+            drawn = (self.normal(shape, seed, f"{name}[{n}]").astype(wide) for n, shape in enumerate(own))
+            riding[name] = tuple(drawn)
+        return *self.arrays(seed), riding
 
     def normal(self, shape, seed: int, name: str):
         """Standard-normal numbers of this case's dtype, fixed by the case, the seed and the name."""

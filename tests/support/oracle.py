@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flash_jax import reference
-from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.spec import AttentionSpec, Mod, Operands
 from flash_jax.tiles import dropout
 
 
@@ -21,6 +21,8 @@ def reference_attention(query, key, value, bias=None, mask=None, *, return_lse=F
     prefix, prefixes = _static_or_array(take("prefix_lengths", None), rank, jnp.int32)
     ids = take("segment_ids", None)
     dropout_rate, dropout_key = take("dropout_rate", 0.0), take("dropout_key", None)
+    score_mod, mask_mod = (take(name, None) for name in ("score_mod", "mask_mod"))
+    take("block_mask", None)  # only skips; a test that gives one gives the mask_mod, too
     operands = Operands(
         scale=scales,
         bias=_of_rank(bias, rank + 3),
@@ -36,10 +38,13 @@ def reference_attention(query, key, value, bias=None, mask=None, *, return_lse=F
         q_segment_ids=_of_rank(take("q_segment_ids", ids), rank + 1, jnp.int32),
         kv_segment_ids=_of_rank(take("kv_segment_ids", ids), rank + 1, jnp.int32),
         dropout_words=dropout.head_words(typed(dropout_key), batch, H) if dropout_rate else None,
+        mods=tuple(_of_rank(_at_least(x, query.dtype), rank + np.ndim(x)) for x in take("mod_operands", ())),
     )
     spec = AttentionSpec(
         scale=D**-0.5 if scale is None and scales is None else scale,
         softcap=take("softcap", None),
+        score_mod=None if score_mod is None else Mod(score_mod, None, batch),
+        mask_mod=None if mask_mod is None else Mod(mask_mod, None, batch),
         causal=take("causal", False),
         window=take("window", None),
         prefix_length=prefix,
@@ -67,6 +72,12 @@ def _of_rank(x, rank, dtype=None):
         return None
     x = jnp.asarray(x) if dtype is None else jnp.asarray(x).astype(dtype)
     return jnp.reshape(x, (1,) * (rank - x.ndim) + x.shape)
+
+
+def _at_least(x, dtype):
+    """Floating-point numbers in float64 beside float64; anything else unchanged."""
+    wide = dtype == jnp.float64 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return jnp.asarray(x).astype(dtype) if wide else x
 
 
 def _clamped(x, rank, largest):

@@ -23,6 +23,9 @@ def plain_attention(query, key, value, bias=None, mask=None, *, return_lse=False
     exact = np.promote_types(query.dtype, np.float32)
     (*batch, T, H, D), (S, K, Dv) = query.shape, (*key.shape[-3:-1], value.shape[-1])
     sinks, rate, dropout_key = (options.pop(name, None) for name in ("sinks", "dropout_rate", "dropout_key"))
+    score_mod, mask_mod = (options.pop(name, None) for name in ("score_mod", "mask_mod"))
+    tables = tuple(map(Table, options.pop("mod_operands", ())))
+    options.pop("block_mask", None)
     scale = options.pop("scale", None)
     scale = D**-0.5 if scale is None else jnp.asarray(scale).astype(exact)
     scoring = {name: options.pop(name, None) for name in SCORING}
@@ -30,8 +33,13 @@ def plain_attention(query, key, value, bias=None, mask=None, *, return_lse=False
 
     grouped = jnp.reshape(query, (*batch, T, K, H // K, D))
     products = _product("...tkgd,...skd->...kgts", grouped, key, exact)
-    scores = modified(scale * jnp.reshape(products, (*batch, H, T, S)), bias, at, **scoring)
+    scores = scale * jnp.reshape(products, (*batch, H, T, S))
+    entries = indices((*batch, H, T, S))
+    mod = None if score_mod is None else lambda s: score_mod(s, *entries, *tables)
+    scores = modified(scores, bias, at, mod, **scoring)
     seen = visible(T, S, tuple(batch), at, **options)
+    if mask_mod is not None:
+        seen &= mask_mod(*entries, *tables)
     for allowed in (mask, None if bias is None else jnp.asarray(bias) != -jnp.inf):
         seen = seen if allowed is None else seen & allowed
     scores = jnp.where(seen, scores, -jnp.inf)
@@ -55,16 +63,43 @@ def plain_attention(query, key, value, bias=None, mask=None, *, return_lse=False
     return (out, jnp.reshape(lse, (*batch, H, T))) if return_lse else out
 
 
-def modified(scores, bias, at, *, softcap=None, alibi_slopes=None):
-    """Scores `[..., H, T, S]` after softcap, bias and alibi."""
+def modified(scores, bias, at, mod=None, *, softcap=None, alibi_slopes=None):
+    """Scores `[..., H, T, S]` after softcap, the function `mod` of scores, bias and alibi."""
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
+    if mod is not None:
+        scores = mod(scores)
     if bias is not None:
         scores = scores + jnp.asarray(bias).astype(scores.dtype)
     if alibi_slopes is not None:
         slopes = jnp.asarray(alibi_slopes).astype(scores.dtype)[..., None, None]
         scores = scores - slopes * jnp.abs(at[0] - at[1]).astype(scores.dtype)[..., None, :, :]
     return scores
+
+
+class Table:
+    """An operand of a mod: indexed by arrays of one shape, each moved to the nearest end; 16 bits read as float32."""
+
+    def __init__(self, x):
+        self._x = jnp.asarray(x)
+        if jnp.issubdtype(self._x.dtype, jnp.floating):
+            self._x = self._x.astype(np.promote_types(self._x.dtype, np.float32))
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        sizes = zip(() if index == (...,) else index, self._x.shape, strict=True)
+        return self._x[tuple(i % n if isinstance(i, int) else jnp.clip(i, 0, n - 1) for i, n in sizes)]
+
+
+def indices(shape):
+    """Example (counted over all leading dims), head, row and key of each entry of scores of this shape."""
+    *batch, _, _, _ = shape
+    example = jnp.arange(np.prod(batch, dtype=int), dtype=jnp.int32).reshape(*batch, 1, 1, 1)
+    own = (
+        jnp.arange(n, dtype=jnp.int32).reshape(-1, *(1,) * after)
+        for n, after in zip(shape[-3:], (2, 1, 0), strict=True)
+    )
+    return tuple(jnp.broadcast_to(x, shape) for x in (example, *own))
 
 
 def rows_and_keys(T, S, batch, *, q_lengths=None, kv_lengths=None, **_):

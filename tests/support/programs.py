@@ -4,7 +4,8 @@ A `Program` is called as `program(attend, *arrays)`, where `attend` is called as
 pytree of results: so one program runs with the implementation under test, with the oracle and with plain attention.
 
 `inputs` are (query, key, value), or these and a dict of arrays by their keyword (bias, scale, alibi_slopes, sinks) that
-are differentiated as well; gradients have the same structure.
+are differentiated as well; gradients have the same structure. There, `mod_operands` is a tuple of arrays: what a mod
+reads besides, in the option of that name, comes after them and is not differentiated.
 """
 
 import functools
@@ -34,8 +35,12 @@ class Program:
     def fingerprint(self, arrays):
         """Equal for two calls only if they compute the same: the key under which the judges' results are kept."""
         leaves, tree = jax.tree.flatten(jax.tree.map(_words, (self.options, arrays)))
-        contents = tuple((np.asarray(x).dtype.name, np.shape(x), np.asarray(x).tobytes()) for x in leaves)
-        return self.function, str(tree), contents
+        return self.function, str(tree), tuple(map(_contents, leaves))
+
+
+def _contents(x):
+    """What makes a leaf what it is; a function, which is a mod, is kept alive, so that none other has its id."""
+    return x if callable(x) else (np.asarray(x).dtype.name, np.shape(x), np.asarray(x).tobytes())
 
 
 def _words(x):
@@ -77,7 +82,15 @@ def second_order(**options):
 
 
 def _forward(attend, query, key, value, operands=None):
-    return attend(query, key, value, **(operands or {}), return_lse=True)
+    return attend(query, key, value, **_named(attend, operands), return_lse=True)
+
+
+def _named(attend, operands):
+    """The differentiated arrays as keywords."""
+    named = dict(operands or {})
+    if "mod_operands" in named:
+        named["mod_operands"] = (*named["mod_operands"], *attend.keywords.get("mod_operands", ()))
+    return named
 
 
 def _gradients(attend, inputs, cotangents):
@@ -85,7 +98,7 @@ def _gradients(attend, inputs, cotangents):
 
     def used(query, key, value, operands=None):
         if dlse is None:
-            return attend(query, key, value, **(operands or {})), None
+            return attend(query, key, value, **_named(attend, operands)), None
         out, lse = _forward(attend, query, key, value, operands)
         return (None if dout is None else out), lse
 
