@@ -227,8 +227,8 @@ def _forward_blocks(call: Call) -> tuple[int, int]:
 
 
 def _sharding_reason(given: dict[str, Any]) -> str | None:
-    """Why nothing but the reference runs, where inputs are sharded over explicit mesh axes."""
-    arrays = {n: given[n] for n in ("query", "key", "value", "bias", "mask") if isinstance(given[n], jax.Array)}
+    """Why nothing but the reference runs, where sequences are sharded over explicit mesh axes."""
+    arrays = {n: given[n] for n in ("query", "key", "value") if isinstance(given[n], jax.Array)}
     try:
         partition.check_explicit(list(arrays), list(arrays.values()))
     except NotImplementedError as error:

@@ -34,10 +34,18 @@ def attention(
     primals = (q, k, v, operands)
     leaves, tree = jax.tree.flatten(primals)
 
-    def run(*leaves):
-        return tuple(_forward_p.bind(*compat.vary_like(leaves, leaves), tree=tree, spec=spec))
+    out, lse = _bind(_forward_p, _forward_arrays, leaves, {"tree": tree, "spec": spec})
+    return out, lse
 
-    return partition.on_explicit_axes(run, _names(tree), leaves)
+
+def _bind(p: Primitive, arrays, args, params) -> tuple[jax.Array, ...]:
+    """Binds a primitive, on each device by itself where the types of `args` say that they are sharded."""
+
+    def run(*args):
+        return tuple(p.bind(*compat.vary_like(tuple(args), args), **params))
+
+    # JAX's interpreter of kernels does not say how its values vary over a mesh.
+    return partition.on_explicit_axes(run, arrays(**params), args, check_vma=not params["spec"].interpret)
 
 
 def _names(tree) -> list[str]:
@@ -180,17 +188,17 @@ def _primitive(name: str, shapes, run, arrays) -> Primitive:
 
     mlir.register_lowering(p, functools.partial(lower, platform="other"))
     mlir.register_lowering(p, functools.partial(lower, platform="cuda"), platform="cuda")
-    batching.primitive_batchers[p] = functools.partial(_batch, p)
+    batching.primitive_batchers[p] = functools.partial(_batch, p, arrays)
     compat.lower_with_devices(p)
     return p
 
 
-def _batch(p, args, dims, **params):
+def _batch(p, arrays, args, dims, **params):
     """The mapped axis becomes one more leading dim; what is not mapped gets size 1 there."""
     args = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     if "wanted" in params:  # each example's own gradient, also of an input that is not mapped; only a transpose sums
         params["wanted"] = tuple((name, (True, *keeps)) for name, keeps in params["wanted"])
-    outs = p.bind(*args, **params)
+    outs = _bind(p, arrays, args, params)
     return outs, (0,) * len(outs)
 
 

@@ -8,13 +8,13 @@ fewer than the devices, and sums over the devices for gradients that all of them
 
 import string
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flash_jax import compat
@@ -82,6 +82,9 @@ def over_mesh(run: Callable, inputs: Sequence[str], outputs: Sequence[str], sums
     """
 
     def wrapped(*args):
+        # Explicit axes have been seen to (`on_explicit_axes`), and what is traced for one device must not name them.
+        if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            return run(*args)
         lead = args[0].ndim - 3
         results = jax.eval_shape(run, *args)
         ins = [Array(name, x.shape, lead) for name, x in zip(inputs, args, strict=True)]
@@ -121,31 +124,25 @@ def _is_cut(letter: str | None) -> bool:
     return letter is not None and (letter.startswith("lead") or letter in _CUT)
 
 
-def on_explicit_axes(run: Callable, inputs: Sequence[str], args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """`run(*args) -> (out, lse)`, in a `shard_map` where the types of inputs say that they are sharded."""
+def on_explicit_axes(
+    run: Callable, names: tuple[Sequence[str], Sequence[str], bool], args: Sequence[jax.Array], check_vma: bool
+) -> tuple[jax.Array, ...]:
+    """`run(*args)`, in a `shard_map` where types say that inputs are sharded; `names`: (inputs, outputs, sums)."""
     if not any(compat.explicit_axes(jax.typeof(x)) for x in args):
         return run(*args)
+    inputs, outputs, sums = names
     check_explicit(inputs, args)
     mesh, lead = jax.sharding.get_abstract_mesh(), args[0].ndim - 3
     ins = [Array(name, x.shape, lead) for name, x in zip(inputs, args, strict=True)]
-    layout = _layout(mesh, ins, [P(*(compat.explicit_part(jax.typeof(x)))) for x in args])
-    specs = tuple(layout.spec(x) for x in ins)
-    kv_heads, picks = ins[1].shape[-2], bool(layout.heads) and not layout.kv_heads
-
-    def local(*args):
-        if picks:
-            mine = lax.axis_index(layout.heads) * kv_heads // _count(mesh, layout.heads)
-            args = [_pick(x, a, mine) for x, a in zip(args, ins, strict=True)]
-        return run(*args)
-
-    T, H, Dv = ins[0].shape[-3], ins[0].shape[-2], ins[2].shape[-1]
-    full = tuple(max(x.shape[d] for x in ins) for d in range(lead))
-    outs = tuple(layout.spec(Array(n, full + s, lead)) for n, s in (("out", (T, H, Dv)), ("lse", (H, T))))
-    args = [jax.sharding.reshard(x, s) for x, s in zip(args, specs, strict=True)]
+    outs = [Array(name, x.shape, lead) for name, x in zip(outputs, jax.eval_shape(run, *args), strict=True)]
+    layout = _layout(mesh, ins, [P(*compat.explicit_part(jax.typeof(x))) for x in args])
+    in_specs, out_specs = (tuple(layout.spec(x) for x in side) for side in (ins, outs))
+    args = [jax.sharding.reshard(x, s) for x, s in zip(args, in_specs, strict=True)]
     # Over the automatic axes of a mixed mesh, too, whose shardings are not known here: inputs are whole along these.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    names = {axis for axis, kind in types.items() if kind != jax.sharding.AxisType.Manual}
-    return jax.shard_map(local, in_specs=specs, out_specs=outs, axis_names=names)(*args)
+    axes = {axis for axis, kind in types.items() if kind != jax.sharding.AxisType.Manual}
+    local = _local(run, ins, outs, layout, mesh, sums)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)(*args)
 
 
 def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:
@@ -165,7 +162,7 @@ def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:
     return " -> ".join(sides), tuple(whole)
 
 
-def _layout(mesh: Mesh | AbstractMesh, ins: list[Array], specs: list[P]) -> Layout:
+def _layout(mesh: Any, ins: list[Array], specs: list[P]) -> Layout:
     """The layout that follows from how the inputs lie: the first that is cut along a dim decides."""
     free = set(mesh.axis_names)
     found: dict[str, Axes] = {}
@@ -191,7 +188,7 @@ def _layout(mesh: Mesh | AbstractMesh, ins: list[Array], specs: list[P]) -> Layo
     return Layout(tuple(found.get(f"lead{d}", ()) for d in range(query.lead)), heads, kv_heads)
 
 
-def _count(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
+def _count(mesh: Any, axes: Axes) -> int:
     """Devices along axes."""
     n = 1
     for axis in axes:
@@ -199,7 +196,7 @@ def _count(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
     return n
 
 
-def _local(run: Callable, ins: list[Array], outs: list[Array], layout: Layout, mesh: Mesh, sums: bool) -> Callable:
+def _local(run: Callable, ins: list[Array], outs: list[Array], layout: Layout, mesh: Any, sums: bool) -> Callable:
     """What one device runs on its part."""
     picks = bool(layout.heads) and not layout.kv_heads
     kv_heads = ins[1].shape[-2]

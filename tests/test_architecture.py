@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "validate": ["spec"],
     "op": [
         "select",
+        "partition",
         "xla",
         "tiles.sums",
         "tiles.reads.wanted_reads",

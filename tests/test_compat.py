@@ -81,12 +81,12 @@ def test_constants_stay_in_place():
     assert all(not eqn.params["jaxpr"].consts for eqn in jaxpr.jaxpr.eqns if "jaxpr" in eqn.params)
 
 
-def test_explicit_mesh_axes_are_refused_and_shard_map_serves_them():
+def test_explicit_mesh_axes_and_shard_map_over_them():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         q = jax.device_put(jnp.ones((2, 5, 2, 8)), jax.NamedSharding(mesh, PartitionSpec("x")))
-        with pytest.raises(NotImplementedError, match=r"`query` is sharded over the explicit mesh axes \['x'\]"):
-            jax.jit(flash_jax.flash_attention)(q, q, q)
+        assert compat.explicit_axes(jax.typeof(q)) == ["x"] and compat.explicit_part(jax.typeof(q))[0] == ("x",)
+        assert jax.jit(flash_jax.flash_attention)(q, q, q).sharding.spec[0] == "x"
         spec = PartitionSpec("x")
         inside = jax.shard_map(flash_jax.flash_attention, in_specs=(spec, spec, spec), out_specs=spec)
         assert jax.jit(inside)(q, q, q).shape == q.shape

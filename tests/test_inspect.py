@@ -402,10 +402,12 @@ def test_precision(precision, expected, words):
 def test_explicit_mesh_axes():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((2, 8, 1, 16)), jax.P("x"))
-        found = explain(x, x, x)
-    assert found.here.why_not["reference"] is None and found.here.picked is None
-    assert found.here.why_not["xla"].startswith("`query` is sharded over the explicit mesh axes ['x']")
+        by_batch = jax.device_put(jnp.ones((2, 8, 1, 16)), jax.P("x"))
+        by_length = jax.device_put(jnp.ones((2, 8, 1, 16)), jax.P(None, "x"))
+        found, refused = explain(by_batch, by_batch, by_batch), explain(by_length, by_length, by_length)
+    assert found.here.picked == "xla"
+    assert refused.here.why_not["reference"] is None and refused.here.picked is None
+    assert refused.here.why_not["xla"].startswith("Dim 1 of `query` is sharded over the explicit mesh axes ['x']")
 
 
 # Traced and abstract operands.

@@ -56,9 +56,10 @@ _TABLE = {
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
 }
 
-# The rows that differ where a tile of bias or mask is held beside the scores, and where ids or positions are.
+# The rows that differ where a tile of bias or mask is held beside the scores, and where ids or positions
+# are, or what a score_mod or mask_mod reads.
 _TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
-_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+_TABLE_MORE = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
@@ -136,8 +137,8 @@ def _row(capability: str | None, key: tuple[str, int, int], operands: Operands) 
         tables = [_TABLE_8, _TABLE]
     elif _dense(operands):
         tables = [_TABLE_DENSE, _TABLE]
-    elif ranges.is_scanned(operands):
-        tables = [_TABLE_SCANNED, _TABLE]
+    elif ranges.is_scanned(operands) or operands.mod_heads is not None:
+        tables = [_TABLE_MORE, _TABLE]
     found = next((table[key] for table in tables if key in table), None)
     return _row(capability, ("dq", *key[1:]), operands) if found is None else found
 
