@@ -138,7 +138,7 @@ FUNCTIONS = {
     "bits": round_trip, "cbrt": jnp.cbrt, "ceil": jnp.ceil, "clip": lambda s: jnp.clip(s, -1, 1), "cos": jnp.cos,
     "cosh": jnp.cosh, "exp": jnp.exp, "exp2": jnp.exp2, "expm1": jnp.expm1, "floor": jnp.floor,
     "gelu": jax.nn.gelu, "isfinite": lambda s: jnp.where(jnp.isfinite(s), s, 0), "log": lambda s: jnp.log(s * s + 1),
-    "log1p": lambda s: jnp.log1p(s * s), "logaddexp": lambda s: jnp.logaddexp(s, 0), "power": lambda s: s**3,
+    "log2": lambda s: jnp.log2(s * s + 1), "log1p": lambda s: jnp.log1p(s * s), "logaddexp": lambda s: jnp.logaddexp(s, 0), "power": lambda s: s**3,
     "power of a float": lambda s: jnp.power(s * s + 1, 0.7), "relu": jax.nn.relu, "remainder": lambda s: s % 0.7,
     "rsqrt": lambda s: jax.lax.rsqrt(s * s + 1), "sigmoid": jax.nn.sigmoid, "sign": jnp.sign, "silu": jax.nn.silu,
     "sin": jnp.sin, "sinh": jnp.sinh, "softplus": jax.nn.softplus, "sqrt": lambda s: jnp.sqrt(s * s + 1),

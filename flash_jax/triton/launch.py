@@ -132,7 +132,8 @@ def over_tiles(seen: TileRange | TileList, body: Callable, carry: Any, *, whole:
     masked, full = functools.partial(body, masked=True), functools.partial(body, masked=False)
     if isinstance(seen, TileList):
         carry = _loop(seen.full, seen.stop, lambda n, carry: masked(seen.tile(n), carry), carry)
-        return _loop(jnp.zeros((), jnp.int32), seen.full, lambda n, carry: full(seen.tile(n), carry), carry)
+        none = jnp.zeros((), jnp.int32)
+        return _loop(none, seen.full, lambda n, carry: full(seen.tile(n), carry), carry) if whole else carry
     carry = _loop(seen.start, seen.full_start, masked, carry)
     carry = _loop(seen.full_stop, seen.stop, masked, carry)
     return _loop(seen.full_start, seen.full_stop, full, carry) if whole else carry
