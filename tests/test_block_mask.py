@@ -202,6 +202,13 @@ def test_keys_that_nobody_attends_may_be_nan(implementation):
     assert not np.any(dk[keys]) and not np.any(dv[keys])
 
 
+def test_tiles_larger_than_the_arrays(implementation):
+    c = case("B2-T17-S40-H2-K1-D8-f32")
+    attend = functools.partial(flash_jax.flash_attention, implementation=implementation, block_sizes=SIZES[1])
+    program = values_and_gradients(mask_mod=checkered, block_mask=block_mask(checkered, (17, 40)))
+    check(program, attend, c.arrays(), c.cotangents())
+
+
 # As an argument.
 
 

@@ -13,22 +13,27 @@ import os
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 import flash_jax
-from tests.support import accuracy
+from tests.support import accuracy, mods
 from tests.support.accuracy import check
 from tests.support.cases import case
-from tests.support.plain import positions, visible
+from tests.support.plain import Table, indices, positions, visible
 from tests.support.programs import Program
 
 FEATURES = [
     "bias", "hidden bias", "mask", "scale", "causal", "prefix", "window", "chunk", "offset", "q positions",
-    "kv positions", "segments", "q lengths", "kv lengths", "softcap", "alibi", "sinks", "dropout",
+    "kv positions", "segments", "q lengths", "kv lengths", "softcap", "alibi", "sinks", "dropout", "score mod",
+    "mask mod", "block mask",
 ]  # fmt: skip
-RIDING = {"bias": "bias", "hidden bias": "bias", "scale": "scale", "alibi": "alibi_slopes", "sinks": "sinks"}
+RIDING = {
+    "bias": "bias", "hidden bias": "bias", "scale": "scale", "alibi": "alibi_slopes", "sinks": "sinks",
+    "score mod": "mod_operands",
+}  # fmt: skip
 
 batches = st.sampled_from(["", "B1-", "B2-", "B2x2-", "B3x1-"])
 lengths = st.tuples(st.sampled_from([1, 5, 17, 33, 40]), st.sampled_from([7, 18, 35, 50]))
@@ -47,7 +52,7 @@ class Drawing:
     """A random generator that knows the shapes of a case."""
 
     def __init__(self, c, seed):
-        self.c, self.rng = c, np.random.default_rng(seed)
+        self.c, self.seed, self.rng = c, seed, np.random.default_rng(seed)
 
     def lead(self):
         """Leading dims, each of full size or 1, or none."""
@@ -101,7 +106,50 @@ def options_of(c, features, draw):
     for feature in FEATURES:
         if feature in features and feature in makers:
             options |= makers[feature]()
+    return options | mods_of(c, features, draw)
+
+
+# What a draw may take for its mods: a function and its tables, by the seed.
+SCORE_MODS = [mods.READS[kind] for kind in ("row", "difference", "entry", "several")]
+
+
+def score_mod_of(draw):
+    """The score_mod of a draw."""
+    return SCORE_MODS[draw.seed % len(SCORE_MODS)]
+
+
+def nearby_or_same(b, h, i, j, *operands):
+    """The ids are the last operand, whatever a score_mod reads."""
+    return mods.same_document(b, h, i, j, operands[-1]) | (jnp.abs(i - j) < 3 * h)
+
+
+def documents_apart(b, h, i, j, *operands):
+    return mods.same_document_nearby(b, h, i, j, operands[-1])
+
+
+def mods_of(c, features, draw):
+    """score_mod, mask_mod and block_mask, with what they read besides differentiated tables."""
+    options = {}
+    if "score mod" in features:
+        tables = len(score_mod_of(draw).tables(c))
+        options["score_mod"] = _without_ids(score_mod_of(draw).function, tables)
+    if "mask mod" in features or "block mask" in features:
+        options["mask_mod"] = nearby_or_same if draw.seed % 3 else documents_apart
+        options["mod_operands"] = (mods.documents(c, draw.seed),)
+    if "block mask" in features:
+        shape = (*c.batch, c.H, c.T, c.S)
+        options["block_mask"] = flash_jax.block_mask(options["mask_mod"], shape, options["mod_operands"])
     return options
+
+
+@functools.cache
+def _without_ids(function, tables):
+    """The score_mod for a call whose mask_mod reads one operand more."""
+
+    def score_mod(s, b, h, i, j, *operands):
+        return function(s, b, h, i, j, *operands[:tables])
+
+    return score_mod
 
 
 def differentiated(c, features, draw):
@@ -110,6 +158,7 @@ def differentiated(c, features, draw):
     for feature in FEATURES:
         if feature in features and feature in RIDING:
             own = {"scale": (), "alibi": (*draw.lead(), c.H), "sinks": (*draw.lead(), c.H)}
+            own["score mod"] = score_mod_of(draw).tables(c)
             shapes[RIDING[feature]] = own.get(feature, draw.dense())
     *inputs, riding = c.inputs(**shapes)
     if "hidden bias" in features:
@@ -124,6 +173,9 @@ def some_row_attends_two_keys(c, options, bias):
     at = positions(c.T, c.S, c.batch, **{name: options[name] for name in where if name in options})
     seen = np.asarray(visible(c.T, c.S, c.batch, at, **options))
     seen = seen & options.get("mask", True) & (bias > -np.inf)
+    if "mask_mod" in options:
+        tables = map(Table, options["mod_operands"])
+        seen = seen & options["mask_mod"](*indices((*c.batch, c.H, c.T, c.S)), *tables)
     return (seen.sum(-1) > 1).any()
 
 
@@ -146,7 +198,7 @@ def compare(name, features, blocks, seed):
     options = options_of(c, features, draw)
     inputs = differentiated(c, features, draw)
     hypothesis.assume(some_row_attends_two_keys(c, options, inputs[3].get("bias", np.zeros(()))))
-    shapes = {name: x.shape for name, x in inputs[3].items()}
+    shapes = {name: tuple(t.shape for t in x) if isinstance(x, tuple) else x.shape for name, x in inputs[3].items()}
     sixteen = lambda *trees: jax.tree.map(lambda *x: np.stack(x), *trees)  # noqa: E731
     cotangents = sixteen(*(c.cotangents(n) for n in range(16)))
     directions = sixteen(*(c.inputs(n + 1, **shapes) for n in range(16)))

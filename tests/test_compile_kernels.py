@@ -1,5 +1,7 @@
 """Without a GPU: every entry of the tile table goes through the GPU's own compiler, for the A100 and the H200."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,8 @@ from flash_jax import compat, triton
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import tiling
 from tests.support import gpu_compile
+from tests.support.cases import case
+from tests.support.mods import READS, same_document_nearby
 
 pytestmark = pytest.mark.compile
 
@@ -91,6 +95,42 @@ def test_everything_at_once(target, record_property):
     q, k, v = struct(2, 1000, 8, 80), struct(2, 900, 2, 80), struct(2, 900, 2, 128)
     compiled = gpu_compile.compile_for(target, run, q, k, v, struct(2, dtype="int32"))
     check_and_record(compiled, f"{target.name} D80 bfloat16 all options {{}}", 1024, record_property)
+
+
+@a_target
+@pytest.mark.parametrize("kind", ["row", "column", "difference", "entry", "several"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_score_mod(kind, dtype, target, record_property):
+    """With gradients of all that it reads, at ragged lengths."""
+    c, mod = case("B2-T1000-S900-H4-K2-D64"), READS[kind]
+    q, kv = struct(2, c.T, c.H, c.D, dtype=dtype), struct(2, c.S, c.K, c.D, dtype=dtype)
+    tables = tuple(struct(*shape, dtype="float32") for shape in mod.tables(c))
+
+    def run(q, k, v, tables):
+        def loss(q, k, v, tables):
+            call = functools.partial(flash_jax.flash_attention, implementation="triton", causal=True)
+            return call(q, k, v, score_mod=mod.function, mod_operands=tables).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, tables)
+
+    compiled = gpu_compile.compile_for(target, run, q, kv, kv, tables)
+    check_and_record(compiled, f"{target.name} D64 {dtype} score_mod {kind} {{}}", MAX_SPILLED[dtype], record_property)
+
+
+@a_target
+@pytest.mark.parametrize("mapped", [False, True], ids=["no-map", "map"])
+def test_mask_mod(mapped, target, record_property):
+    def run(q, k, v, ids, states):
+        options = {"mask_mod": same_document_nearby, "mod_operands": (ids,)}
+        if mapped:
+            options["block_mask"] = flash_jax.BlockMask(states, same_document_nearby, (2, 4, 1000, 900))
+        return gradients(**options)(q, k, v)
+
+    arrays = struct(2, 1000, 4, 64), struct(2, 900, 2, 64), struct(2, 900, 2, 64)
+    more = struct(2, 1000, dtype="int32"), struct(2, 4, 8, 8, dtype="int8")
+    compiled = gpu_compile.compile_for(target, run, *arrays, *more)
+    label = f"{target.name} D64 bfloat16 mask_mod{' mapped' if mapped else ''} {{}}"
+    check_and_record(compiled, label, MAX_SPILLED["bfloat16"], record_property)
 
 
 # Shared memory: what the table's check counts with, against what the compiler asks for.

@@ -13,6 +13,8 @@ from flash_jax import compat
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import tiling
 from tests.support import gpu_compile
+from tests.support.cases import case
+from tests.support.mods import READS, documents, same_document_nearby
 
 KERNELS = {f"flash_attention_{name}_kernel" for name in ("forward", "dq", "dkv")}
 
@@ -79,6 +81,90 @@ def test_older_gpus_are_named_in_the_refusal(gpu, capability):
 
 def test_older_gpus_run_xla_by_default():
     assert gpu_compile.triton_ir(gpu_compile.lower(gradient(), X, X, X, gpu="Tesla T4")) == {}
+
+
+# Mods.
+
+DIAGONALS, DENSE = "flash_attention_diagonals_kernel", "flash_attention_dbias_kernel"
+MORE_KERNELS = {
+    "difference": {DIAGONALS}, "clipped-difference": {DIAGONALS}, "several": {DIAGONALS}, "entry": {DENSE},
+    "turned-entry": {DENSE},
+}  # fmt: skip
+
+
+def lowered_with_mods(mod, c, dtype, **options):
+    """The kernels, lowered for the H200, of all gradients of a call with this mod, those of its tables too."""
+    x = struct(*c.batch, c.T, c.H, c.D, dtype=dtype)
+    kv = struct(*c.batch, c.S, c.K, c.D, dtype=dtype)
+    tables = tuple(struct(*shape, dtype="float32") for shape in mod.tables(c))
+
+    def loss(q, k, v, tables):
+        out = flash_jax.flash_attention(
+            q, k, v, score_mod=mod.function, mod_operands=tables, implementation="triton", **options
+        )
+        return out.sum(dtype=jnp.float32)
+
+    return gpu_compile.triton_ir(gpu_compile.lower(jax.grad(loss, (0, 1, 2, 3)), x, kv, kv, tables))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", READS)
+def test_every_kind_of_read_lowers(kind, dtype):
+    """At ragged lengths and a head dim between powers of two; and no kernel more than it needs."""
+    c = case("B2-T190-S210-H4-K2-D40-bf16")
+    kernels = lowered_with_mods(READS[kind], c, dtype, causal=True)
+    sums = {"flash_attention_row_sums_kernel"} if dtype == "float32" else set()
+    assert set(kernels) == KERNELS | sums | MORE_KERNELS.get(kind, set())
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["no-map", "map"])
+def test_a_mask_mod_lowers(mapped):
+    c = case("B2-T190-S210-H4-K2-D40-bf16")
+    ids = documents(c)
+    options = {"mask_mod": same_document_nearby, "mod_operands": (ids,)}
+    if mapped:
+        options["block_mask"] = flash_jax.block_mask(same_document_nearby, (2, 4, 190, 210), (ids,))
+    q, kv = struct(2, 190, 4, 40), struct(2, 210, 2, 40)
+    lowered = gpu_compile.lower(gradient(implementation="triton", **options), q, kv, kv)
+    assert set(gpu_compile.triton_ir(lowered)) == KERNELS
+
+
+def round_trip(s):
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(s, jnp.int32) ^ 1, jnp.float32)
+
+
+FUNCTIONS = {
+    "abs": jnp.abs, "arctan2": lambda s: jnp.arctan2(s, s + 1), "asinh": jnp.arcsinh, "atan": jnp.arctan,
+    "bits": round_trip, "cbrt": jnp.cbrt, "ceil": jnp.ceil, "clip": lambda s: jnp.clip(s, -1, 1), "cos": jnp.cos,
+    "cosh": jnp.cosh, "exp": jnp.exp, "exp2": jnp.exp2, "expm1": jnp.expm1, "floor": jnp.floor,
+    "gelu": jax.nn.gelu, "isfinite": lambda s: jnp.where(jnp.isfinite(s), s, 0), "log": lambda s: jnp.log(s * s + 1),
+    "log2": lambda s: jnp.log2(s * s + 1),
+    "log1p": lambda s: jnp.log1p(s * s), "logaddexp": lambda s: jnp.logaddexp(s, 0), "power": lambda s: s**3,
+    "power of a float": lambda s: jnp.power(s * s + 1, 0.7), "relu": jax.nn.relu, "remainder": lambda s: s % 0.7,
+    "rsqrt": lambda s: jax.lax.rsqrt(s * s + 1), "sigmoid": jax.nn.sigmoid, "sign": jnp.sign, "silu": jax.nn.silu,
+    "sin": jnp.sin, "sinh": jnp.sinh, "softplus": jax.nn.softplus, "sqrt": lambda s: jnp.sqrt(s * s + 1),
+    "stop_gradient": lambda s: s * jax.lax.stop_gradient(s), "tan": jnp.tan, "tanh": jnp.tanh,
+    "16 bits": lambda s: s.astype(jnp.bfloat16).astype(jnp.float32),
+}  # fmt: skip
+OF_INTS = {
+    "and": lambda i: i & 3, "or": lambda i: i | 1, "xor": lambda i: i ^ 5, "not": lambda i: ~i, "mod": lambda i: i % 3,
+    "floor division": lambda i: i // 3, "left": lambda i: i << 2, "right": lambda i: i >> 1, "power": lambda i: i**2,
+    "population": jax.lax.population_count, "unsigned": lambda i: i.astype(jnp.uint32), "sign": jnp.sign,
+    "bools": lambda i: (i > 3) & ~(i == 5) | (i != 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(f"{name} of ints" for name in OF_INTS)])
+def test_functions_that_a_mod_may_use_lower(name):
+    """And their derivatives."""
+    of_ints = OF_INTS.get(name.removesuffix(" of ints")) if name.endswith("of ints") else None
+
+    def mod(s, b, h, i, j):
+        return FUNCTIONS[name](s) if of_ints is None else s + of_ints(i).astype(s.dtype)
+
+    x = struct(1, 64, 2, 32)
+    lowered = gpu_compile.lower(gradient(implementation="triton", score_mod=mod), x, x, x)
+    assert set(gpu_compile.triton_ir(lowered)) == KERNELS
 
 
 # Block sizes.

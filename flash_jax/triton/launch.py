@@ -132,7 +132,8 @@ def over_tiles(seen: TileRange | TileList, body: Callable, carry: Any, *, whole:
     masked, full = functools.partial(body, masked=True), functools.partial(body, masked=False)
     if isinstance(seen, TileList):
         carry = _loop(seen.full, seen.stop, lambda n, carry: masked(seen.tile(n), carry), carry)
-        return _loop(jnp.zeros((), jnp.int32), seen.full, lambda n, carry: full(seen.tile(n), carry), carry)
+        none = jnp.zeros((), jnp.int32)
+        return _loop(none, seen.full, lambda n, carry: full(seen.tile(n), carry), carry) if whole else carry
     start, full_start, full_stop, stop = seen
     if full_stop is stop or start is full_start:
         carry = _loop(start, full_start, masked, carry)

@@ -1,4 +1,4 @@
-"""Bias, mask, segments, positions, prefix, chunk, softcap, alibi, sinks and dropout, each and together (R3-R8, R13)."""
+"""Bias, mask, segments, positions, prefix, chunk, softcap, alibi, sinks, dropout and mods (R3-R8, R13, R23)."""
 
 import functools
 
@@ -10,6 +10,8 @@ import pytest
 import flash_jax
 from tests.support.accuracy import check
 from tests.support.cases import case, poisoned
+from tests.support.mods import READS, checkered, same_document_nearby
+from tests.support.mods import documents as mod_documents
 from tests.support.programs import values_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +25,26 @@ def documents(length, count):
     ends = np.sort(RNG.integers(1, length - 9, (2, count)), axis=-1)
     ids = (np.arange(length)[None, :, None] >= ends[:, None, :]).sum(-1)
     return np.where(np.arange(length) >= length - 9, -1, ids).astype(np.int32)
+
+
+def score_mod(kind):
+    """The option of this kind of READS."""
+    return {"score_mod": READS[kind].function}
+
+
+def tables(kind, c):
+    """The shapes of what it reads."""
+    return {"mod_operands": READS[kind].tables(c)}
+
+
+def documents_after_a_table(b, h, i, j, _, ids):
+    return same_document_nearby(b, h, i, j, ids)
+
+
+def mapped(mask_mod, c, *operands):
+    """A mask_mod with its map."""
+    found = flash_jax.block_mask(mask_mod, (*c.batch, c.H, c.T, c.S), operands)
+    return {"mask_mod": mask_mod, "mod_operands": operands, "block_mask": found}
 
 
 # name -> a function of a case that gives (options, {name of a differentiable operand: its shape}).
@@ -60,6 +82,22 @@ FEATURES = {
     "sinks": lambda c: ({"causal": True, "q_offset": -20}, {"sinks": (c.H,)}),
     "dropout": lambda c: ({"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "causal": True}, {}),
     "dropout-most": lambda c: ({"dropout_rate": 0.9, "dropout_key": jax.random.key(4)}, {"sinks": (c.H,)}),
+    "mod-relative": lambda c: ({"causal": True, **score_mod("difference")}, tables("difference", c)),
+    "mod-rows-columns": lambda c: (
+        {**score_mod("several"), "softcap": 5.0},
+        tables("several", c),
+    ),
+    "mod-constants": lambda c: (score_mod("head"), tables("head", c)),
+    "mod-dense": lambda c: (score_mod("entry"), tables("entry", c)),
+    "mod-dense-turned": lambda c: ({"causal": True, **score_mod("turned-entry")}, tables("turned-entry", c)),
+    "mask-mod": lambda c: ({"mask_mod": same_document_nearby, "mod_operands": (mod_documents(c),)}, {}),
+    "both-mods": lambda c: (
+        {"mask_mod": documents_after_a_table, "mod_operands": (mod_documents(c),), **score_mod("difference")},
+        tables("difference", c),
+    ),
+    "block-mask": lambda c: (mapped(checkered, c), {}),
+    "block-mask-causal": lambda c: ({**mapped(checkered, c), "causal": True, "kv_lengths": np.array([170, 290])}, {}),
+    "block-mask-documents": lambda c: (mapped(same_document_nearby, c, mod_documents(c)), {}),
     "all": lambda c: (
         {
             "causal": True, "window": (250, None), "prefix_lengths": np.array([30, 0]), "softcap": 15.0,
@@ -107,7 +145,9 @@ def test_dropout_keeps_what_dropout_mask_says(attend):
     np.testing.assert_array_equal(jnp.moveaxis(out, -2, -3) > 0, flash_jax.dropout_mask(key, 0.25, (2, 2, T, T)))
 
 
-@pytest.mark.parametrize("feature", ["bias-shared", "segments-causal", "dropout", "all"])
+@pytest.mark.parametrize(
+    "feature", ["bias-shared", "segments-causal", "dropout", "mod-relative", "mod-dense", "block-mask", "all"]
+)
 def test_repeats_are_bitwise_equal(attend, feature):
     c = case("B2-T300-S333-H4-K2-D64-bf16")
     options, shapes = FEATURES[feature](c)

@@ -35,7 +35,7 @@ def by_column(s, b, h, i, j, t):
     return s + t[j, h] * t[j - 1, 1]
 
 
-def by_difference(s, b, h, i, j, t):
+def by_difference(s, b, h, i, j, t, *_):
     """As relative position encodings are written; far differences meet the ends of the table."""
     return s + t[h, i - j + REACH]
 
