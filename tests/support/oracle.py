@@ -43,8 +43,8 @@ def reference_attention(query, key, value, bias=None, mask=None, *, return_lse=F
     spec = AttentionSpec(
         scale=D**-0.5 if scale is None and scales is None else scale,
         softcap=take("softcap", None),
-        score_mod=None if score_mod is None else Mod(score_mod, None, batch),
-        mask_mod=None if mask_mod is None else Mod(mask_mod, None, batch),
+        score_mod=None if score_mod is None else Mod(score_mod, None, batch, query.shape[-2]),
+        mask_mod=None if mask_mod is None else Mod(mask_mod, None, batch, query.shape[-2]),
         causal=take("causal", False),
         window=take("window", None),
         prefix_length=prefix,
