@@ -23,7 +23,7 @@ from tests.support import accuracy, mods
 from tests.support.accuracy import check
 from tests.support.cases import case
 from tests.support.plain import Table, indices, positions, visible
-from tests.support.programs import Program
+from tests.support.programs import Program, keywords
 
 FEATURES = [
     "bias", "hidden bias", "mask", "scale", "causal", "prefix", "window", "chunk", "offset", "q positions",
@@ -188,7 +188,7 @@ def all_derivatives(attend, inputs, cotangents, directions):
 
 
 def _forward(attend, query, key, value, operands):
-    return attend(query, key, value, **operands, return_lse=True)
+    return attend(query, key, value, **keywords(attend, operands), return_lse=True)
 
 
 def compare(name, features, blocks, seed):

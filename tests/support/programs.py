@@ -82,11 +82,11 @@ def second_order(**options):
 
 
 def _forward(attend, query, key, value, operands=None):
-    return attend(query, key, value, **_named(attend, operands), return_lse=True)
+    return attend(query, key, value, **keywords(attend, operands), return_lse=True)
 
 
-def _named(attend, operands):
-    """The differentiated arrays as keywords."""
+def keywords(attend, operands):
+    """The differentiated arrays as keywords of `attend`, what mods read besides among them."""
     named = dict(operands or {})
     if "mod_operands" in named:
         named["mod_operands"] = (*named["mod_operands"], *attend.keywords.get("mod_operands", ()))
@@ -98,7 +98,7 @@ def _gradients(attend, inputs, cotangents):
 
     def used(query, key, value, operands=None):
         if dlse is None:
-            return attend(query, key, value, **_named(attend, operands)), None
+            return attend(query, key, value, **keywords(attend, operands)), None
         out, lse = _forward(attend, query, key, value, operands)
         return (None if dout is None else out), lse
 
