@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.accuracy import check
-from tests.support.cases import case
+from tests.support.cases import case, poisoned
 from tests.support.mods import READS, by_difference, by_row, several
 from tests.support.programs import Program, everything, gradients, values_and_gradients
 
@@ -87,6 +87,17 @@ def test_minus_infinity_on_whole_rows(attend):
     for b in range(2):
         assert not np.any(out[b, b::4]) and not np.any(dq[b, b::4])
         assert (np.asarray(lse)[b, :, b::4] == -np.inf).all() and np.any(out[b, 3])
+
+
+def test_rows_that_it_makes_dead_may_be_nan(attend):
+    """In query, cotangents and tangents (R1)."""
+    c, rows, of_lse = case(ODD), (np.s_[0, ::4], np.s_[1, 1::4]), (np.s_[0, :, ::4], np.s_[1, :, 1::4])
+    inputs, (dout, dlse), directions = inputs_and_directions(c, (2, 19))
+    bad = dout, dlse, inputs[0], directions[0]
+    for n in range(2):
+        bad = tuple(poisoned(x, of_lse[n] if x.shape == dlse.shape else rows[n]) for x in bad)
+    given = (bad[2], *inputs[1:]), bad[:2], (bad[3], *directions[1:])
+    check(everything(score_mod=without_rows), attend, inputs, (dout, dlse), directions, given=given)
 
 
 def test_minus_infinity_that_is_read(attend):

@@ -77,6 +77,11 @@ def dead_rows(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Ar
     return empty & (lse == sinks[..., None])
 
 
+def without_dead(x: jax.Array, dead: jax.Array) -> jax.Array:
+    """x [..., T, H, D] with 0 in the rows that are dead, which may hold NaN."""
+    return jnp.where(jnp.swapaxes(dead, -1, -2)[..., None], 0, x)
+
+
 def delta(out: jax.Array, out_ct: jax.Array, dead: jax.Array, lse_ct: jax.Array | None) -> jax.Array:
     """[..., H, T]: what each row subtracts from dp, so that ds = p * (dp - delta); 0 on dead rows.
 

@@ -38,7 +38,7 @@ def backward(
     p_sink = None if operands.sinks is None else rows.sink_probability(operands.sinks, lse)
     # Rows that only the bias or a score_mod makes dead may hold NaN; other reasons the tiles know.
     if operands.bias is not None or spec.score_mod is not None:
-        q, out_ct = (jnp.where(jnp.swapaxes(dead, -1, -2)[..., None], 0, x) for x in (q, out_ct))
+        q, out_ct = (softmax.without_dead(x, dead) for x in (q, out_ct))
     residuals = Residuals(q, k, v, out_ct.astype(q.dtype), softmax.dead_to_inf(lse, dead), delta)
     if q.dtype == jnp.float32:
         _, sums = query_pass(residuals, operands, lead, ("ds", "p"), None, spec)

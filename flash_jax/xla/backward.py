@@ -47,6 +47,8 @@ def backward(
     q, k, v, operands = primals
     plan = Plan.of(q, k, operands, spec)
     dead = softmax.dead_rows(out, lse, operands.sinks)
+    if spec.score_mod is not None:  # rows that it makes dead may hold NaN; other reasons the tiles know
+        q, out_ct = (softmax.without_dead(x, dead) for x in (q, out_ct))
     delta = softmax.delta(out, out_ct, dead, lse_ct)
     p_sink = None if operands.sinks is None else whole_rows.sink_probability(operands.sinks, lse)
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse, dead))

@@ -48,8 +48,11 @@ def tangent(
     T, H = q.shape[-3:-1]
     lay = {"query": plan.q_rows, "key": plan.kv_rows, "value": plan.kv_rows}
     lay["scale"] = lambda x: x[..., None, None, None, None]
-    dots = {name: lay[name](x) if name in lay else x for name, x in tangents.items()}
     dead = softmax.dead_rows(out, lse, operands.sinks)
+    if spec.score_mod is not None:  # rows that it makes dead may hold NaN; other reasons the tiles know
+        q = softmax.without_dead(q, dead)
+        tangents = {n: softmax.without_dead(x, dead) if n == "query" else x for n, x in tangents.items()}
+    dots = {name: lay[name](x) if name in lay else x for name, x in tangents.items()}
     lse_rows = plan.q_stats(softmax.dead_to_inf(lse, dead))
     rows = Rows(plan.q_rows(q), plan.kv_rows(k), plan.kv_rows(v), dots, lse_rows)
     lead = np.broadcast_shapes(*(x.shape[: q.ndim - 3] for x in (lse, *tangents.values())))
