@@ -34,6 +34,23 @@ def test_values_gradients_and_tangents(attend, kind, name):
         assert found.shape == table.shape and found.dtype == table.dtype and np.any(found)
 
 
+def test_an_operand_without_dims(attend):
+    """Its gradient is one number, which could be right by luck, and the yardstick with it: so along many cotangents."""
+    c = case(ODD)
+
+    def scaled(s, b, h, i, j, t):
+        return s * t[...] + t[()] ** 2
+
+    def many(attend, q, k, v, table, cotangents):
+        _, pull = jax.vjp(lambda t: attend(q, k, v, mod_operands=(t,), return_lse=True), table)
+        return {"mod_operands": jax.vmap(pull)(cotangents)[0]}
+
+    cotangents = jax.tree.map(lambda *x: np.stack(x), *(c.cotangents(n) for n in range(16)))
+    program = Program(many, {"score_mod": scaled}, derivative=True)
+    found = check(program, attend, *c.arrays(), np.float32(0.7), cotangents)
+    assert found["mod_operands"].shape == (16,) and np.all(np.asarray(found["mod_operands"]) != 0)
+
+
 # Functions of the score.
 
 

@@ -21,9 +21,9 @@ class ScoreMod:
     tables: Callable[[Case], tuple[tuple[int, ...], ...]]
 
 
-def by_head(s, b, h, i, j, t, u):
-    """And by constants, an operand without dims among them."""
-    return s * t[h] + t[-1] * t[1] * u[...]
+def by_head(s, b, h, i, j, t):
+    """And by constants."""
+    return s * t[h] + t[-1] * t[1]
 
 
 def by_row(s, b, h, i, j, t):
@@ -66,7 +66,7 @@ def examples(c: Case) -> int:
 
 
 READS = {
-    "head": ScoreMod(by_head, lambda c: ((c.H,), ())),
+    "head": ScoreMod(by_head, lambda c: ((c.H,),)),
     "row": ScoreMod(by_row, lambda c: ((examples(c), c.T),)),
     "column": ScoreMod(by_column, lambda c: ((c.S, c.H),)),
     "difference": ScoreMod(by_difference, relative_tables),
