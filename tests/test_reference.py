@@ -288,6 +288,34 @@ def drawn_option(c, name, x):
     return numbers > -0.5 if name == "mask" else np.floor(2 * numbers + 1).astype(np.int32)
 
 
+def bent(s, b, h, i, j, t, u):
+    """Indices of all kinds, some outside on either side; a function of the score and of what is read."""
+    return s * s * t[h, i - j + 1] + u[j - 1] - 0.1 * b
+
+
+def thinned(b, h, i, j, t, u):
+    return (t[b, j] < 0.8) & (u[i] < 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_mod": bent, "softcap": 2.0, "alibi_slopes": np.array([0.3, -0.2])},
+        {"mask_mod": thinned, "causal": True},
+        {"score_mod": bent, "mask_mod": thinned, "sinks": np.array([0.3, -0.2])},
+    ],
+    ids=["score-mod", "mask-mod", "both"],
+)
+@pytest.mark.parametrize("name", ["T4-S5-H2-D3-f64", "B2x3-T4-S5-H2-D3-f64"])
+def test_mods_against_loops(name, options):
+    c = case(name)
+    tables = c.normal((4, 5), 0, "table"), c.normal((4,), 0, "numbers")
+    out, lse = reference(*c.arrays(), mod_operands=tables, **options)
+    expected_out, expected_lse = attention_by_hand(*c.arrays(), mod_operands=tables, **options)
+    assert_same_in_float64(out, expected_out)
+    assert_same_in_float64(lse, expected_lse)
+
+
 @pytest.mark.parametrize("name", ["T4-S5-H2-D3-f64", "B2x3-T4-S5-H4-K2-D3-f64"])
 def test_any_number_of_leading_dims(name):
     arrays = case(name).arrays()

@@ -61,6 +61,10 @@ _TABLE = {
 _TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
 _TABLE_MORE = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 
+# The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
+_LONG = 8192
+_TABLE_LONG = {("forward", 128, 2): Tile(128, 128, 8, 3)}
+
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
 _TABLE_8 = {
@@ -86,7 +90,9 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     itemsize = q.dtype.itemsize
     device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
-    row = _row(capability, (name, max(64, *widths), itemsize), operands)
+    bent = spec.softcap is not None or spec.dropout_rate > 0
+    long = k.shape[-3] > _LONG and spec.band[0] is None and spec.chunk_size is None and not bent
+    row = _row(capability, (name, max(64, *widths), itemsize), operands, long)
     tile = dataclasses.replace(row, **chosen)
     if "block_q" not in chosen:
         tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
@@ -130,7 +136,7 @@ def _dense(operands: Operands) -> int:
     return sum(x.dtype.itemsize for x in dense)
 
 
-def _row(capability: str | None, key: tuple[str, int, int], operands: Operands) -> Tile:
+def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
     """The table's row for a GPU; the dbias pass has that of dq where it has none of its own."""
     tables = [_TABLE]
     if (capability or "").startswith("8."):
@@ -139,8 +145,10 @@ def _row(capability: str | None, key: tuple[str, int, int], operands: Operands) 
         tables = [_TABLE_DENSE, _TABLE]
     elif ranges.is_scanned(operands) or operands.mod_heads is not None:
         tables = [_TABLE_MORE, _TABLE]
+    elif long:
+        tables = [_TABLE_LONG, _TABLE]
     found = next((table[key] for table in tables if key in table), None)
-    return _row(capability, ("dq", *key[1:]), operands) if found is None else found
+    return _row(capability, ("dq", *key[1:]), operands, long) if found is None else found
 
 
 def padded(n: int) -> int:

@@ -10,12 +10,14 @@ import numpy as np
 def attention_by_hand(query, key, value, bias=None, mask=None, *, return_lse=True, **options):
     """Output `[..., T, H, Dv]` and log-sum-exp `[..., H, T]`, both float64; `options` as in `score_by_hand`.
 
-    Besides these, `sinks`, and `dropout_rate` with a typed `dropout_key`.
+    Besides these, `sinks`, `dropout_rate` with a typed `dropout_key`, and `score_mod`, `mask_mod` and `mod_operands`.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, T, H, _ = query.shape
     S, K, Dv = *key.shape[-3:-1], value.shape[-1]
     sinks, rate, dropout_key = (options.pop(name, None) for name in ("sinks", "dropout_rate", "dropout_key"))
+    score_mod, mask_mod = (options.pop(name, None) for name in ("score_mod", "mask_mod"))
+    tables = [ByHand(np.asarray(x)) for x in options.pop("mod_operands", ())]
     sinks = np.broadcast_to(-math.inf if sinks is None else np.asarray(sinks), (*batch, H))
     bias = np.broadcast_to(0.0 if bias is None else np.asarray(bias), (*batch, H, T, S))
     mask = np.broadcast_to(True if mask is None else mask, (*batch, H, T, S))
@@ -28,8 +30,12 @@ def attention_by_hand(query, key, value, bias=None, mask=None, *, return_lse=Tru
             for j in range(S):
                 if mask[*b, h, i, j] and bias[*b, h, i, j] > -math.inf:
                     pair = query[*b, i, h], key[*b, j, kv_head]
-                    score = score_by_hand(pair, (tuple(b), tuple(batch)), h, (i, T), (j, S), **options)
-                    if score is not None:
+                    entry = (number // H, h, i, j, *tables)
+                    if mask_mod is not None and not mask_mod(*entry):
+                        continue
+                    mod = None if score_mod is None else lambda s, entry=entry: score_mod(s, *entry)
+                    score = score_by_hand(pair, (tuple(b), tuple(batch)), h, (i, T), (j, S), mod=mod, **options)
+                    if score is not None and score > -math.inf:
                         scores[j] = score + bias[*b, h, i, j]
             top = max([sinks[*b, h], *scores.values()])
             if top == -math.inf:
@@ -44,7 +50,18 @@ def attention_by_hand(query, key, value, bias=None, mask=None, *, return_lse=Tru
     return (out, lse) if return_lse else out
 
 
-def score_by_hand(pair, example, h, row, slot, *, scale=None, softcap=None, alibi_slopes=None, **who):  # noqa: PLR0913
+class ByHand:
+    """An operand of a mod: an index outside is moved to the nearest end."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return self.x[tuple(min(max(int(i), 0), n - 1) for i, n in zip(index, self.x.shape, strict=True))]
+
+
+def score_by_hand(pair, example, h, row, slot, *, scale=None, softcap=None, mod=None, alibi_slopes=None, **who):  # noqa: PLR0913
     """The score of a query and a key, without a bias; None where `allowed_by_hand` of `who` says no."""
     at_i, at_j = positions_by_hand(example, row, slot, **who)
     if not allowed_by_hand(example, row, slot, (at_i, at_j), **who):
@@ -52,6 +69,8 @@ def score_by_hand(pair, example, h, row, slot, *, scale=None, softcap=None, alib
     score = float(pair[0] @ pair[1]) * (len(pair[0]) ** -0.5 if scale is None else float(scale))
     if softcap is not None:
         score = softcap * math.tanh(score / softcap)
+    if mod is not None:
+        score = float(mod(score))
     if alibi_slopes is not None:
         (b, batch), slopes = example, np.asarray(alibi_slopes)
         score -= np.broadcast_to(slopes, (*batch, slopes.shape[-1]))[*b, h] * abs(at_i - at_j)
