@@ -290,7 +290,7 @@ def drawn_option(c, name, x):
 
 def bent(s, b, h, i, j, t, u):
     """Indices of all kinds, some outside on either side; a function of the score and of what is read."""
-    return s * s * t[h, i - j + 1] + u[j - 1] - 0.1 * b
+    return s * s * t[h, i - j + 1] + u[j - 1] - t[b, 0]
 
 
 def thinned(b, h, i, j, t, u):
