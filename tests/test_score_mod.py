@@ -8,10 +8,10 @@ import pytest
 from tests.support.accuracy import check
 from tests.support.cases import case, poisoned
 from tests.support.mods import READS, by_difference, by_row, several
-from tests.support.programs import Program, everything, gradients, values_and_gradients
+from tests.support.programs import Program, everything, gradients, tangents, values_and_gradients
 
 ODD = "B2-T17-S18-H2-D8-f32"
-NAMES = ["B2-T19-S33-H4-K2-D8-f32", "B2-T35-S18-H4-K1-D8-bf16"]
+NAMES = ["B2-T18-S33-H4-K2-D8-f32", "B2-T33-S18-H4-K1-D8-bf16"]
 # The default run takes each kind of read with one of them, in turn.
 KINDS = [
     pytest.param(kind, name, marks=() if n % 2 == m else pytest.mark.slow)
@@ -26,12 +26,20 @@ def inputs_and_directions(c, *tables):
 
 
 @pytest.mark.parametrize("kind, name", KINDS)
-def test_values_gradients_and_tangents(attend, kind, name):
+def test_values_and_gradients(attend, kind, name):
     c, mod = case(name), READS[kind]
-    given = inputs_and_directions(c, *mod.tables(c))
-    _, (*_, operands), _ = check(everything(score_mod=mod.function), attend, *given)
-    for found, table in zip(operands["mod_operands"], given[0][3]["mod_operands"], strict=True):
+    inputs = c.inputs(mod_operands=mod.tables(c))
+    _, (*_, operands) = check(values_and_gradients(score_mod=mod.function), attend, inputs, c.cotangents())
+    for found, table in zip(operands["mod_operands"], inputs[3]["mod_operands"], strict=True):
         assert found.shape == table.shape and found.dtype == table.dtype and np.any(found)
+
+
+@pytest.mark.parametrize("kind", [k if k == "several" else pytest.param(k, marks=pytest.mark.slow) for k in READS])
+def test_tangents(attend, kind):
+    """Of which those of tables need no sums of their own: each read takes its entries of the table's tangent."""
+    c, mod = case(NAMES[0]), READS[kind]
+    inputs, directions = (c.inputs(seed, mod_operands=mod.tables(c)) for seed in (0, 1))
+    check(tangents(score_mod=mod.function), attend, inputs, directions)
 
 
 def test_an_operand_without_dims(attend):

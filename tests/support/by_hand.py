@@ -122,14 +122,13 @@ def lengths_by_hand(example, T, S, *, q_lengths=None, kv_lengths=None, **_):
 def kept_by_hand(key, rate, number, i, j):
     """Whether dropout keeps entry (i, j) of the example and head that has this number: a hash, in Python's ints."""
     row_word, col_word = (int(x) for x in jax.random.key_data(jax.random.fold_in(key, number))[:2])
-    return _mixed((_mixed(row_word ^ i) + _mixed(col_word ^ j)) % 2**32) >= round(rate * 2**32)
+    return _odd(row_word ^ i) * _odd(col_word ^ j) % 2**32 >= round(rate * 2**32)
 
 
-def _mixed(x):
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x ^= x >> shift
-        x = x * factor % 2**32
-    return x
+def _odd(x):
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 16
+    return x * 0x846CA68B % 2**32 | 1
 
 
 def _of_example(array, example, index=None):
