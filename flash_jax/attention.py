@@ -134,8 +134,8 @@ def flash_attention(  # noqa: PLR0913
       ValueError: shapes that do not fit each other, values out of range, arguments that exclude each other, block sizes
         that do not fit the GPU.
       NotImplementedError: a named implementation that cannot serve the call, raised while tracing where the arguments
-        decide, while lowering where the platform does; or arrays with symbolic shapes or sharded over explicit mesh
-        axes.
+        decide, while lowering where the platform does; or arrays with symbolic shapes, or of which
+        more than batch and heads is sharded over explicit mesh axes.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -56,10 +56,16 @@ _TABLE = {
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
 }
 
-# The rows that differ where a tile of bias or mask is held beside the scores, and where ids or positions
-# are, or what a score_mod or mask_mod reads.
+# The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where what
+# a score_mod or mask_mod reads is (those by spills alone: not timed yet).
 _TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
-_TABLE_MORE = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+_TABLE_MOD = {
+    ("forward", 64, 2): Tile(64, 64, 4, 3),
+    ("forward", 128, 2): Tile(64, 64, 4, 3),
+    ("dkv", 64, 2): Tile(32, 64, 4, 2),
+    ("dkv", 128, 2): Tile(32, 64, 4, 2),
+}
 
 # The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
 _LONG = 8192
@@ -138,15 +144,16 @@ def _dense(operands: Operands) -> int:
 
 def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
     """The table's row for a GPU; the dbias pass has that of dq where it has none of its own."""
-    tables = [_TABLE]
-    if (capability or "").startswith("8."):
-        tables = [_TABLE_8, _TABLE]
+    ampere = (capability or "").startswith("8.")
+    if operands.mod_heads is not None:
+        own = _TABLE_MOD
+    elif ampere:
+        own = {}
     elif _dense(operands):
-        tables = [_TABLE_DENSE, _TABLE]
-    elif ranges.is_scanned(operands) or operands.mod_heads is not None:
-        tables = [_TABLE_MORE, _TABLE]
-    elif long:
-        tables = [_TABLE_LONG, _TABLE]
+        own = _TABLE_DENSE
+    else:
+        own = _TABLE_SCANNED if ranges.is_scanned(operands) else _TABLE_LONG if long else {}
+    tables = [own, *([_TABLE_8] if ampere else []), _TABLE]
     found = next((table[key] for table in tables if key in table), None)
     return _row(capability, ("dq", *key[1:]), operands, long) if found is None else found
 
