@@ -56,8 +56,8 @@ _TABLE = {
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
 }
 
-# The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where what
-# a score_mod or mask_mod reads is (those by spills alone: not timed yet).
+# The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
+# what a score_mod or mask_mod reads is (those by spills alone: not timed yet).
 _TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
 _TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 _TABLE_MOD = {
