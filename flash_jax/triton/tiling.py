@@ -61,7 +61,6 @@ _TABLE = {
 _TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
 _TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 _TABLE_MOD = {
-    ("forward", 64, 2): Tile(64, 64, 4, 3),
     ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dkv", 64, 2): Tile(32, 64, 4, 2),
     ("dkv", 128, 2): Tile(32, 64, 4, 2),
