@@ -68,7 +68,7 @@ for name in "$@"; do
     speed) part speed 300 "$python -m benchmarks.speed --json '$out/speed.json'" ;;
     costs) part costs 300 "$python -m benchmarks.features --json '$out/features.json'" ;;
     sweep) part sweep 420 "$python -m benchmarks.sweep --seconds ${SWEEP_SECONDS:-330} --json '$out/sweep.json'" ;;
-    train) part train 400 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
+    train) part train 470 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
     esac
 done
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu,memory.used --format=csv,noheader 2>/dev/null
