@@ -100,7 +100,8 @@ class AttentionSpec:
 
     `scale`, `q_offset`, `q_length`, `kv_length` and `prefix_length` are None where the value is an array in
     `Operands`; for `q_offset` None in both places means the default, kv length minus query length. `precision` is one
-    of "ieee", "x3" and "tf32": how float32 operands are multiplied.
+    of "ieee", "x3" and "tf32": how float32 operands are multiplied. `context_axis` is a mesh axis over which T and S are
+    sharded. `whole` is (T, S) of the sequences of which a device holds a part, None where it holds them whole.
     """
 
     scale: float | None = None
@@ -119,6 +120,9 @@ class AttentionSpec:
     implementation: str | None = None
     block_sizes: BlockSizes | None = None
     interpret: bool = False
+    whole: tuple[int, int] | None = None
+    context_axis: str | None = None
+    context_strategy: str | None = None
 
     @property
     def band(self) -> Band:
@@ -157,6 +161,8 @@ class Operands:
     block_map: Optional = None  # [..., H, blocks of queries, blocks of keys] int8, see tiles/block_map.py
     mod_examples: Optional = None  # [...]: the batch and the head index of a mod, which count over all devices
     mod_heads: Optional = None  # [..., H]
+    row_start: Optional = None  # [...]: of a part of a call, its first row and column in the whole (see parts.py)
+    col_start: Optional = None  # [...]
     mods: tuple = ()  # what mods read: leading dims of size 1, then the user's own
 
     def items(self) -> list[tuple[str, Any]]:
@@ -176,7 +182,7 @@ class Operands:
 OWN_RANK = {
     "bias": 3, "mask": 3, "alibi_slopes": 1, "sinks": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
     "kv_segment_ids": 1, "dropout_words": 2, "block_map": 3, "mod_heads": 1, "mod_examples": 0, "scale": 0,
-    "q_offset": 0, "q_lengths": 0, "kv_lengths": 0, "prefix_lengths": 0,
+    "q_offset": 0, "q_lengths": 0, "kv_lengths": 0, "prefix_lengths": 0, "row_start": 0, "col_start": 0,
 }  # fmt: skip
 """Dims that an operand has besides the leading (batch) ones; those in `mods` may have any number."""
 

@@ -79,6 +79,10 @@ class Slots(NamedTuple):
         position, segment = (x if x is None else f(x) for x in (self.position, self.segment))
         return Slots(f(self.slot), position, segment)
 
+    def numbered(self, start: jax.Array | None) -> jax.Array:
+        """Rows or columns as dropout and mods count them: over the whole call, of which this may be a part."""
+        return self.slot if start is None else self.slot + start
+
 
 class TileRange(NamedTuple):
     """Tiles [start, stop) have something to show; those in [full_start, full_stop) need no mask."""

@@ -140,7 +140,10 @@ def dense_shape(read: Read, leads: dict, operands: Operands, mod: Mod, sizes: tu
 def gradients(
     found: dict[Any, tuple[Read, jax.Array]], operands: Operands, leads: dict, mod: Mod, sizes: tuple[int, int]
 ) -> dict[str, jax.Array]:
-    """{"mods.n": gradient} of the operands named in `leads`, from the sums of each read (see `operand_gradient`)."""
+    """{"mods.n": gradient} of the operands named in `leads`, from the sums of each read (see `operand_gradient`).
+
+    `sizes` are (T, S) of the whole call, in which the sums of a part of it have been placed by `in_whole`.
+    """
     out = {}
     for n, x in enumerate(operands.mods):
         if (name := f"mods.{n}") not in leads:
@@ -154,6 +157,30 @@ def gradients(
                 total = total + sum_to(part.reshape(*lead, *(1,) * len(mod.batch), *own), total.shape)
         out[name] = total
     return out
+
+
+def in_whole(
+    read: Read, sums: jax.Array, operands: Operands, sizes: tuple[int, int], whole: tuple[int, int] | None
+) -> jax.Array:
+    """The sums of `read` over a part of a call, of `sizes` (T, S), as those of the whole, 0 elsewhere."""
+    if whole is None or operands.row_start is None:
+        return sums
+    row, col, last, (T, S) = operands.row_start, operands.col_start, sums.ndim - 1, whole
+    if read.kind == "rows":
+        return embed(sums, last, row, T)
+    if read.kind == "columns":
+        return embed(sums, last, col, S)
+    if read.kind == "diagonals":  # the least i - j of the part is row - col - (its keys - 1); of the whole, 1 - S
+        return embed(sums, last, row - col + (S - sizes[1]), T + S - 1)
+    return embed(embed(sums, last, col, S), last - 1, row, T)
+
+
+def embed(x: jax.Array, axis: int, start: jax.Array, size: int) -> jax.Array:
+    """x as the entries from `start` of an axis of `size`, the others 0; as it is where it has that size."""
+    if x.shape[axis] == size:
+        return x
+    zeros = jnp.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(zeros, x, start.reshape(()), axis)
 
 
 def _bounded(a: Index, b: Index, method) -> Index | None:

@@ -71,10 +71,16 @@ def load(ref: Any, rows: tuple, keep: jax.Array | None, head_dim: int) -> Column
 
 
 def store(ref: Any, x: Columns, keep: jax.Array | None, head_dim: int) -> None:
-    """Writes a tile to a ref [rows, columns], where `keep` [rows] is True, in the ref's dtype."""
-    for piece, part in zip(pieces(head_dim, ref.dtype.itemsize), x, strict=True):
+    """Writes a tile to a ref [rows, columns], where `keep` [rows] is True, in the ref's dtype.
+
+    The tile is cut as the inputs are, whose dtype may be another.
+    """
+    start = 0
+    for part in x:
+        piece = Piece(start, part.shape[1], min(part.shape[1], head_dim - start))
         target = ref.at[:, pl.ds(piece.start, piece.size)]
         plgpu.store(target, part.astype(ref.dtype), mask=_mask(part.shape, keep, piece))
+        start += piece.size
 
 
 def _mask(shape: tuple[int, ...], keep: jax.Array | None, piece: Piece) -> jax.Array | None:

@@ -75,7 +75,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         return accumulator, row_max, row_sum
 
     carry = (
-        columns.zeros(tile.block_q, shape.Dv, out_ref.dtype),
+        columns.zeros(tile.block_q, shape.Dv, q_ref.dtype),
         jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
@@ -103,9 +103,9 @@ def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec
+    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec, wide: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """out [..., T, H, Dv] in query's dtype and lse [..., H, T] float32."""
+    """out [..., T, H, Dv] in query's dtype (with `wide`, in float32) and lse [..., H, T] float32."""
     arrays = (q, k, v)
     lead = np.broadcast_shapes(*(x.shape[:-3] for x in arrays), *leads(operands, q.ndim - 3))
     shape = Shape.of(q, k, v, lead)
@@ -118,7 +118,7 @@ def forward(
     def whole(i, h):
         return 0, h // shape.groups
 
-    out = output((*lead, shape.T, shape.H, shape.Dv), q.dtype, q)
+    out = output((*lead, shape.T, shape.H, shape.Dv), jnp.float32 if wide else q.dtype, q)
     lse = output((*lead, shape.H, shape.T), jnp.float32, q)
     call = launch(
         functools.partial(flash_attention_forward_kernel, spec=spec, tile=tile, shape=shape),

@@ -282,7 +282,7 @@ class Reader:
         if o.dropout_words is not None:
             prefix = self._prefix("dropout_words", head)
             row_word, col_word = (o.dropout_words[(*prefix, jnp.asarray(n, jnp.int32))] for n in (0, 1))
-            kept = dropout.kept(row_word, col_word, r.slot, c.slot, self.spec.dropout_rate)
+            kept = dropout.kept(row_word, col_word, *self._numbered(r, c), self.spec.dropout_rate)
         if self.spec.score_mod is not None:
             place = self._coordinates(r, c, head)
             mod = TileMod.of(self.spec.score_mod, place, self._read, jnp.float32)
@@ -292,7 +292,11 @@ class Reader:
     def _coordinates(self, rows: Slots, cols: Slots, head: Any) -> tuple:
         """Batch, head, q index and k index, as a mod gets them."""
         h = self.numbers.mod_heads[self._prefix("mod_heads", head) or ...]
-        return self.numbers.mod_examples, h, rows.slot, cols.slot
+        return self.numbers.mod_examples, h, *self._numbered(rows, cols)
+
+    def _numbered(self, rows: Slots, cols: Slots) -> tuple[jax.Array, jax.Array]:
+        """Rows and columns as dropout and mods count them."""
+        return rows.numbered(self.numbers.row_start), cols.numbered(self.numbers.col_start)
 
     def _read(self, operand: int, index: list) -> jax.Array:
         """The entries of one of `mods`; an index outside is moved to the nearest end."""

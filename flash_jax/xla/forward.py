@@ -12,9 +12,12 @@ from flash_jax.xla.loop import Plan, Tile
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec
+    q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, spec: AttentionSpec, wide: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """out [..., T, H, Dv] and lse [..., H, T] (FlashAttention-2, algorithm 1); temporary memory is linear in T."""
+    """out [..., T, H, Dv] and lse [..., H, T] (FlashAttention-2, algorithm 1); temporary memory is linear in T.
+
+    With `wide`, out is in lse's dtype in place of query's.
+    """
     plan = Plan.of(q, k, operands, spec)
     scoring = plan.scoring
     T, H = q.shape[-3:-1]
@@ -55,4 +58,5 @@ def forward(
     alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, plan.alive_rows(), sinks)
     out = jnp.where(alive[..., None], accumulator / divisor[..., None], 0)
     out = jnp.moveaxis(out[..., :T, :], -2, -4)  # [..., K, G, T, Dv] -> [..., T, K, G, Dv]
-    return out.reshape(*lead, T, H, v.shape[-1]).astype(q.dtype), lse[..., :T].reshape(*lead, H, T)
+    out = out.reshape(*lead, T, H, v.shape[-1])
+    return out if wide else out.astype(q.dtype), lse[..., :T].reshape(*lead, H, T)

@@ -237,7 +237,7 @@ class View(NamedTuple):
         kept = None
         if o.dropout_words is not None:
             row_word, col_word = (plan.by_head(o.dropout_words[..., n], 0)[..., None, None] for n in (0, 1))
-            kept = dropout.kept(row_word, col_word, rows.slot, cols.slot, spec.dropout_rate)
+            kept = dropout.kept(row_word, col_word, *_numbered(plan, rows, cols), spec.dropout_rate)
         if spec.score_mod is not None:
             place, dtype = _coordinates(plan, rows, cols), plan.stats_dtype
             mod = TileMod.of(spec.score_mod, place, table_reader(o.mods), dtype)
@@ -275,7 +275,13 @@ def _slots(plan: Plan, start: jax.Array, block: int, positions, segments) -> Slo
 def _coordinates(plan: Plan, rows: Slots, cols: Slots) -> tuple:
     """Batch, head, q index and k index of a tile's entries, as a mod gets them."""
     b, h = _lift(plan.operands.mod_examples, 4), plan.by_head(plan.operands.mod_heads, 0)[..., None, None]
-    return b, h, rows.slot, cols.slot
+    return b, h, *_numbered(plan, rows, cols)
+
+
+def _numbered(plan: Plan, rows: Slots, cols: Slots) -> tuple[jax.Array, jax.Array]:
+    """Rows and columns as dropout and mods count them."""
+    o = plan.operands
+    return rows.numbered(_lift(o.row_start, 4)), cols.numbered(_lift(o.col_start, 4))
 
 
 def table_reader(tables: tuple | dict) -> Callable:
