@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flash_jax import mods, validate
+from flash_jax import context_parallel, mods, validate
 from flash_jax.spec import AttentionSpec, Band, BlockMask, BlockSizes, Operands, interpreting
 from flash_jax.tiles import dropout
 
@@ -56,6 +56,8 @@ def normalise(  # noqa: PLR0913
     block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    context_axis: str | None = None,
+    context_strategy: str | None = None,
     precision: object = None,
     implementation: str | None = None,
     block_sizes: BlockSizes | None = None,
@@ -63,6 +65,7 @@ def normalise(  # noqa: PLR0913
     """The call that the arguments of `flash_attention` ask for; raises what is wrong with them."""
     q, k, v = validate.query_key_value(query, key, value)
     batch, (T, H, D), S = q.shape[:-3], q.shape[-3:], k.shape[-3]
+    (all_T, all_S), strategy = _context(context_axis, context_strategy, q, k)  # T and S may be those of a device
     stats = np.promote_types(q.dtype, np.float32)
     scale_ = validate.scale(scale, D)
     slopes = validate.per_head("alibi_slopes", alibi_slopes, batch, H, stats)
@@ -71,7 +74,7 @@ def normalise(  # noqa: PLR0913
     kv_len = validate.per_example("kv_lengths", kv_lengths, batch)
     prefix = _clip(validate.per_example("prefix_lengths", prefix_lengths, batch))
     read = mods.operands(mod_operands, len(batch), q.dtype == jnp.float64)
-    block_map = validate.block_mask(block_mask, (*batch, H, T, S))
+    block_map = validate.block_mask(block_mask, (*batch, H, all_T, all_S))
     mask_mod = block_mask.mask_mod if mask_mod is None and block_mask is not None else mask_mod
     if read and score_mod is None and mask_mod is None:
         raise ValueError("`mod_operands` are read by `score_mod` and `mask_mod`; neither is given.")
@@ -85,29 +88,32 @@ def normalise(  # noqa: PLR0913
         prefix_length=_static(prefix),
         chunk_size=validate.chunk_size(chunk_size),
         dropout_rate=rate,
-        q_length=_static(q_len, T),
-        kv_length=_static(kv_len, S),
+        q_length=_static(q_len, all_T),
+        kv_length=_static(kv_len, all_S),
         precision=validate.precision(precision),
         implementation=validate.implementation(implementation),
         block_sizes=validate.block_sizes(block_sizes),
         interpret=interpreting(),
+        whole=None if context_axis is None else (all_T, all_S),
+        context_axis=context_axis,
+        context_strategy=strategy,
     )
     if prefix is not None and not spec.causal:
         raise ValueError("`prefix_lengths` lets queries attend a prefix in spite of `causal`; it needs causal=True.")
     q_at, kv_at = _positions(q_positions, kv_positions, q_offset, spec, slopes, (batch, T, S))
     offset = validate.per_example("q_offset", q_offset, batch)
     local = slopes is None and prefix is None and spec.chunk_size is None and kv_at is None
-    offset = _bounded(offset, spec.window, T, S) if local else _clip(offset)
+    offset = _bounded(offset, spec.window, all_T, all_S) if local else _clip(offset)
     q_ids, kv_ids = validate.segments(segment_ids, q_segment_ids, kv_segment_ids, batch, T, S)
     operands = Operands(
         scale=_scale_operand(scale_, q),
-        bias=validate.bias(bias, (*batch, H, T, S), q.dtype),
-        mask=validate.mask(mask, (*batch, H, T, S)),
+        bias=validate.bias(bias, (*batch, H, T, all_S), q.dtype),
+        mask=validate.mask(mask, (*batch, H, T, all_S)),
         alibi_slopes=slopes,
         sinks=validate.per_head("sinks", sinks, batch, H, stats),
         q_offset=_dynamic(offset),
-        q_lengths=_dynamic(q_len, T),
-        kv_lengths=_dynamic(kv_len, S),
+        q_lengths=_dynamic(q_len, all_T),
+        kv_lengths=_dynamic(kv_len, all_S),
         prefix_lengths=_dynamic(prefix),
         q_positions=q_at,
         kv_positions=kv_at,
@@ -119,6 +125,19 @@ def normalise(  # noqa: PLR0913
         **_mod_indices(batch, H) if mask_mod is not None or score_mod is not None else {},
     )
     return Call(q, k, v, operands, AttentionSpec(**{**vars(spec), "q_offset": _static(offset)}))
+
+
+def _context(axis: str | None, strategy: str | None, q: jax.Array, k: jax.Array):
+    """(T and S of the whole sequences, the strategy by which devices along `axis` attend them)."""
+    validate.context(axis, strategy)
+    sizes = q.shape[-3], k.shape[-3]
+    if axis is None:
+        return sizes, None
+    count, is_part = context_parallel.devices(axis)
+    if not is_part and any(n % count for n in sizes):
+        raise ValueError(f"T and S must be multiples of the {count} devices along `context_axis`; got {sizes}.")
+    whole = (sizes[0] * count, sizes[1] * count) if is_part else sizes
+    return whole, context_parallel.strategy(strategy, count, (q.shape[-2], k.shape[-2]))
 
 
 def _mod_indices(batch, heads):

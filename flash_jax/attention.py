@@ -39,6 +39,8 @@ def flash_attention(  # noqa: PLR0913
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
+    context_axis: str | None = None,
+    context_strategy: str | None = None,
     precision: object = None,
     implementation: str | None = None,
     block_sizes: BlockSizes | None = None,
@@ -117,6 +119,14 @@ def flash_attention(  # noqa: PLR0913
       dropout_key: a JAX key, needed where the rate is above 0. What is kept depends on it, and on the example, head,
         row and column alone: see `dropout_mask`.
       return_lse: also return the log-sum-exp of the scores of each row, through which gradients flow.
+      context_axis: name of a mesh axis over which devices share the sequences: each holds as many of the T queries and
+        of the S keys, in the order of the axis, and all of them are attended. Inside a `jax.shard_map`, `query`, `key`,
+        `value`, positions and segment ids are this device's, `bias` and `mask` have its rows and all keys, and all
+        else (lengths, offsets, `block_mask`, what mods read) is about whole sequences. On a mesh with explicit axes,
+        every argument is the whole array.
+      context_strategy: how: "heads" (the sequences are exchanged for heads), "ring" (keys and values go round),
+        "all_gather" (they are gathered), or None, which takes "heads" where the devices divide both H and K, else
+        "ring".
       precision: how float32 inputs are multiplied. None follows `jax.default_matmul_precision`, and where that is not
         set gives float32 accuracy (on GPUs, three TF32 products). "highest" is IEEE float32, "default" or
         "tensorfloat32" one TF32 product. Products of bfloat16 and float16 inputs are exact and summed in float32
@@ -175,6 +185,8 @@ def flash_attention(  # noqa: PLR0913
         block_mask=block_mask,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        context_axis=context_axis,
+        context_strategy=context_strategy,
         precision=precision,
         implementation=implementation,
         block_sizes=block_sizes,

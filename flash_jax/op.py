@@ -12,6 +12,7 @@ Operands.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 
 import jax
@@ -21,7 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flash_jax import compat, partition, select, xla
+from flash_jax import compat, context_parallel, partition, select, xla
+from flash_jax.parts import part_of
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles.reads import wanted_reads
 from flash_jax.tiles.sums import sum_to
@@ -33,9 +35,18 @@ def attention(
     """(out, lse) of checked arguments, by whichever implementation `spec` and the platform choose; differentiable."""
     primals = (q, k, v, operands)
     leaves, tree = jax.tree.flatten(primals)
-
+    if spec.context_axis is not None:
+        part = functools.partial(_part, tree=tree, spec=spec)
+        return partition.on_context_axis(part, _names(tree), leaves, spec)
     out, lse = _bind(_forward_p, _forward_arrays, leaves, {"tree": tree, "spec": spec})
     return out, lse
+
+
+def _part(*leaves, tree, spec):
+    """`attention` of one device, which has a part of the sequences."""
+    if spec.context_strategy == "heads":
+        return context_parallel.by_heads(attention, *tree.unflatten(leaves), spec)
+    return _bind(_forward_p, _forward_arrays, leaves, {"tree": tree, "spec": spec})
 
 
 def _bind(p: Primitive, arrays, args, params) -> tuple[jax.Array, ...]:
@@ -102,7 +113,10 @@ def _run_forward(*leaves, tree, spec, platform):
         lse = -jnp.inf if operands.sinks is None else operands.sinks[..., None]
         nothing = (jnp.broadcast_to(x, s.shape).astype(s.dtype) for s, x in zip(shapes, (0, lse), strict=True))
         return compat.vary_like(tuple(nothing), leaves)
-    return select.choose(spec, q, k, v, platform).forward(q, k, v, operands, spec)
+    run = select.choose(spec, q, k, v, platform).forward
+    if spec.context_axis is not None:
+        return context_parallel.forward(run, q, k, v, operands, spec)
+    return run(q, k, v, operands, spec)
 
 
 def _run_tangent(*args, tree, names, spec, platform):
@@ -116,6 +130,8 @@ def _run_tangent(*args, tree, names, spec, platform):
         return compat.vary_like(tuple(nothing), args)
     q, k, v, _ = primals
     implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
+    if spec.context_axis is not None:
+        return context_parallel.tangent(implementation.tangent, primals, out, lse, dots, spec)
     return implementation.tangent(primals, out, lse, dots, spec)
 
 
@@ -131,7 +147,13 @@ def _run_backward(*args, tree, wanted, has_lse_ct, spec, platform):
         return compat.vary_like(tuple(zeros.values()), args)
     q, k, v, _ = primals
     implementation = xla if platform is None else select.choose(spec, q, k, v, platform)
-    gradients = implementation.backward(primals, out, lse, out_ct, lse_ct, _gradient_leads(args, wanted), spec)
+    cts, leads = (out_ct, lse_ct), _gradient_leads(args, wanted)
+    if spec.context_axis is not None:
+        if platform is None:  # to be differentiated again, which a ring would do with its loop
+            spec = dataclasses.replace(spec, context_strategy="all_gather")
+        gradients = context_parallel.backward(implementation.backward, primals, out, lse, cts, leads, spec)
+    else:
+        gradients = implementation.backward(primals, out, lse, *cts, leads, spec)
     return tuple(gradients[name] for name, _ in wanted)
 
 
@@ -181,8 +203,19 @@ def _primitive(name: str, shapes, run, arrays) -> Primitive:
         f.__name__ = name
         return jax.jit(f)
 
+    def of_rows(platform, params, sizes, row, *args):
+        """The pass for the rows of one device; `args` are its arrays."""
+        tree, spec = params["tree"], dataclasses.replace(params["spec"], whole=sizes)
+        q, k, v, operands = tree.unflatten(args[: tree.num_leaves])
+        operands, spec = part_of(q, k, operands, spec, row, 0)
+        leaves, tree_of_part = jax.tree.flatten((q, k, v, operands))
+        run = local(platform=platform, **params | {"tree": tree_of_part, "spec": spec})
+        return run(*leaves, *args[tree.num_leaves :])
+
     def lower(ctx, *args, platform, **params):
-        f = partition.over_mesh(local(platform=platform, **params), *arrays(**params))
+        f = local(platform=platform, **params)
+        if params["spec"].context_axis is None:  # else this is one device's, and speaks to the others itself
+            f = partition.over_mesh(f, functools.partial(of_rows, platform, params), *arrays(**params))
         with compat.quiet_triton_lowering(), compat.some_gpu() if platform == "cuda" else contextlib.nullcontext():
             return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 

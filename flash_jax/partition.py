@@ -1,32 +1,36 @@
-"""How a pass is cut over a mesh under plain `jit`: batch and heads stay where they are, sequences are whole.
+"""How a pass is cut over a mesh under plain `jit`: batch, heads and queries stay where they are, keys are whole.
 
 Each pass is wrapped in JAX's `custom_partitioning`, so that the compiler neither gathers batch or heads nor cuts a
-kernel in two. A sharding rule lets shardings flow through the call; when they are settled, `_cut` decides from them how
-each array lies, and what one device runs on its part: the pass itself, with a key/value head picked where these are
-fewer than the devices, and sums over the devices for gradients that all of them share.
+kernel in two. A sharding rule lets shardings flow through the call; when they are settled, `_layout` decides from them
+how each array lies, and what one device runs on its part: the pass itself, of some rows where queries are cut, with a
+key/value head picked where these are fewer than the devices, and sums over the devices for gradients that all of them
+share.
 """
 
+import functools
 import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flash_jax import compat
+from flash_jax.spec import AttentionSpec
 
-# The dims of each array after the leading ones: "t" and "s" are lengths, "h" and "k" heads, "d" and "e" head dims. What
-# is not listed has no dim that can be cut.
+# The dims of each array after the leading ones: "t" and "s" are lengths ("c", too, is S, of what belongs to the keys),
+# "h" and "k" heads, "d" and "e" head dims. What is not listed has no dim that can be cut.
 _DIMS = {
-    "query": "thd", "key": "skd", "value": "ske", "out": "the", "lse": "ht", "bias": "hts", "mask": "hts",
+    "query": "thd", "key": "ckd", "value": "cke", "out": "the", "lse": "ht", "bias": "hts", "mask": "hts",
     "alibi_slopes": "h", "sinks": "h", "dropout_words": "hw", "block_map": "hxy", "mod_heads": "h",
-    "q_positions": "t", "q_segment_ids": "t", "kv_positions": "s", "kv_segment_ids": "s",
+    "q_positions": "t", "q_segment_ids": "t", "kv_positions": "c", "kv_segment_ids": "c",
 }  # fmt: skip
-_CUT = "hk"  # the dims, besides the leading ones, over which arrays may be sharded
+_CUT = "hkt"  # the dims, besides the leading ones, over which arrays may be sharded
 
 _MANUAL_IN_PART = (
     "flash_attention inside a `jax.shard_map` over some axes of the mesh has inputs that are sharded over its other "
@@ -52,31 +56,35 @@ class Array(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a pass is cut: over which mesh axes each leading dim, and the heads of query and of key."""
+    """How a pass is cut: over which mesh axes each leading dim, the heads of query and of key, queries, and keys."""
 
     lead: tuple[Axes, ...]
     heads: Axes
     kv_heads: Axes
+    rows: Axes = ()
+    keys: Axes = ()
 
     def spec(self, x: Array) -> P:
         """The partition of one array."""
         return P(*(axes or None for axes in self._axes(x)))
 
     def _axes(self, x: Array) -> list[Axes]:
-        named = {f"lead{d}": a for d, a in enumerate(self.lead)} | {"h": self.heads, "k": self.kv_heads}
+        named = {f"lead{d}": a for d, a in enumerate(self.lead)}
+        named |= {"h": self.heads, "k": self.kv_heads, "t": self.rows, "c": self.keys}
         return [named.get(c or "", ()) for c in x.letters()]
 
     def missing(self, x: Array) -> Axes:
         """The axes over which the work is cut and x is not: what devices find of x must be summed up over them."""
         own = {axis for axes in self._axes(x) for axis in axes}
-        return tuple(axis for axes in (*self.lead, self.heads) for axis in axes if axis not in own)
+        return tuple(axis for axes in (*self.lead, self.heads, self.rows) for axis in axes if axis not in own)
 
 
-def over_mesh(run: Callable, inputs: Sequence[str], outputs: Sequence[str], sums: bool) -> Callable:
+def over_mesh(run: Callable, of_rows: Callable, inputs: Sequence[str], outputs: Sequence[str], sums: bool) -> Callable:
     """`run(*arrays) -> tuple` as it runs on each device of a mesh.
 
     Args:
       run: a pass, for whole arrays or for the part of one device.
+      of_rows: `of_rows(sizes, row, *arrays)` is the pass for rows from `row` of a call whose (T, S) are `sizes`.
       inputs, outputs: the name of each array. Arrays of out's shape are all called "out", of lse's "lse".
       sums: whether outputs are gradients, which devices that share an input add up.
     """
@@ -98,7 +106,8 @@ def over_mesh(run: Callable, inputs: Sequence[str], outputs: Sequence[str], sums
                 return mesh, run, tuple(x.sharding for x in result_shapes), tuple(shardings)
             layout = _layout(mesh, ins, [x.spec for x in shardings])
             placed = [tuple(NamedSharding(mesh, layout.spec(x)) for x in side) for side in (outs, ins)]
-            return mesh, _local(run, ins, outs, layout, mesh, sums), *placed
+            sizes = args[0].shape[lead], args[1].shape[lead]
+            return mesh, _local(run, ins, outs, layout, mesh, sums, functools.partial(of_rows, sizes)), *placed
 
         partitioned = custom_partitioning(lambda *xs: tuple(run(*xs)))
         rule, whole = _rule(ins, outs)
@@ -108,15 +117,20 @@ def over_mesh(run: Callable, inputs: Sequence[str], outputs: Sequence[str], sums
     return wrapped
 
 
-def check_explicit(inputs: Sequence[str], args: Sequence[jax.Array]) -> None:
-    """Raises NotImplementedError for an input whose type says that more than batch and heads is sharded."""
+def check_explicit(inputs: Sequence[str], args: Sequence[jax.Array], context: str | None = None) -> None:
+    """Raises NotImplementedError for an input whose type says that more than batch and heads is sharded.
+
+    With a `context` axis, lengths may be sharded over that.
+    """
     for name, x in zip(inputs, args, strict=True):
         letters = Array(name, x.shape, args[0].ndim - 3).letters()
         for dim, (letter, axes) in enumerate(zip(letters, compat.explicit_part(jax.typeof(x)), strict=False)):
-            if axes and not _is_cut(letter):
+            of_sequence = letter in ("t", "c")
+            if axes and (not _is_cut(letter) or of_sequence) and not (of_sequence and axes == (context,)):
                 raise NotImplementedError(
                     f"Dim {dim} of `{name}` is sharded over the explicit mesh axes {list(axes)}; flash_attention keeps "
-                    "batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it first."
+                    "batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it "
+                    "first, or name the axis of a sharded sequence as `context_axis`."
                 )
 
 
@@ -145,6 +159,29 @@ def on_explicit_axes(
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)(*args)
 
 
+def on_context_axis(
+    run: Callable, names: Sequence[str], args: Sequence[jax.Array], spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """`run(*args) -> (out, lse)` of each device's part of the sequences, in a `shard_map` if this is not one."""
+    mesh, axis = jax.sharding.get_abstract_mesh(), spec.context_axis
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if types[axis] == jax.sharding.AxisType.Manual:
+        return run(*args)
+    check_explicit(names, args, axis)
+    q, _, v = args[:3]
+    lead = q.ndim - 3
+    ins = [Array(name, x.shape, lead) for name, x in zip(names, args, strict=True)]
+    out, lse = Array("out", (*q.shape[:-1], v.shape[-1]), lead), Array("lse", (*q.shape[:-3], *q.shape[-2:-4:-1]), lead)
+    layout = _layout(mesh, ins, [P(*compat.explicit_part(jax.typeof(x))) for x in args], without=axis)
+    layout = layout._replace(rows=(axis,), keys=(axis,))
+    in_specs, out_specs = tuple(layout.spec(x) for x in ins), (layout.spec(out), layout.spec(lse))
+    args = [jax.sharding.reshard(x, s) for x, s in zip(args, in_specs, strict=True)]
+    axes = {name for name, kind in types.items() if kind != jax.sharding.AxisType.Manual}
+    local = _local(run, ins, [out, lse], layout, mesh, False)
+    checked = not spec.interpret
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=checked)(*args)
+
+
 def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:
     """The sharding rule in the notation of `custom_partitioning`, and its factors that must not be cut, in order."""
     factors: dict[str, str] = {}
@@ -162,9 +199,12 @@ def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:
     return " -> ".join(sides), tuple(whole)
 
 
-def _layout(mesh: Any, ins: list[Array], specs: list[P]) -> Layout:
-    """The layout that follows from how the inputs lie: the first that is cut along a dim decides."""
-    free = set(mesh.axis_names)
+def _layout(mesh: Any, ins: list[Array], specs: list[P], without: str | None = None) -> Layout:
+    """The layout that follows from how the inputs lie: the first that is cut along a dim decides.
+
+    Batch and heads are not cut over the axis `without`.
+    """
+    free = set(mesh.axis_names) - {without}
     found: dict[str, Axes] = {}
     for x, spec in zip(ins, specs, strict=True):
         padded = (*spec, *(None,) * (len(x.shape) - len(spec)))
@@ -185,7 +225,7 @@ def _layout(mesh: Any, ins: list[Array], specs: list[P]) -> Layout:
         kv_heads = ()  # the query heads of a device share one key/value head, which it picks
     else:
         heads = kv_heads = ()
-    return Layout(tuple(found.get(f"lead{d}", ()) for d in range(query.lead)), heads, kv_heads)
+    return Layout(tuple(found.get(f"lead{d}", ()) for d in range(query.lead)), heads, kv_heads, found.get("t", ()))
 
 
 def _count(mesh: Any, axes: Axes) -> int:
@@ -196,8 +236,16 @@ def _count(mesh: Any, axes: Axes) -> int:
     return n
 
 
-def _local(run: Callable, ins: list[Array], outs: list[Array], layout: Layout, mesh: Any, sums: bool) -> Callable:
-    """What one device runs on its part."""
+def _local(
+    run: Callable,
+    ins: list[Array],
+    outs: list[Array],
+    layout: Layout,
+    mesh: Any,
+    sums: bool,
+    of_rows: Callable | None = None,
+) -> Callable:
+    """What one device runs on its part: `of_rows(row, *arrays)` where rows are cut, else `run(*arrays)`."""
     picks = bool(layout.heads) and not layout.kv_heads
     kv_heads = ins[1].shape[-2]
 
@@ -206,13 +254,17 @@ def _local(run: Callable, ins: list[Array], outs: list[Array], layout: Layout, m
         if picks:
             mine = lax.axis_index(layout.heads) * kv_heads // _count(mesh, layout.heads)
             args = [_pick(x, a, mine) for x, a in zip(args, ins, strict=True)]
-        results = list(run(*args))
+        if of_rows and layout.rows:
+            results = list(of_rows(lax.axis_index(layout.rows) * args[0].shape[ins[0].lead], *args))
+        else:
+            results = list(run(*args))
         for n, x in enumerate(outs if sums else ()):
             if picks and x.name in ("key", "value"):
                 whole = jnp.zeros((*results[n].shape[:-2], kv_heads, results[n].shape[-1]), results[n].dtype)
                 results[n] = lax.dynamic_update_slice_in_dim(whole, results[n], mine, whole.ndim - 2)
             if missing := layout.missing(x):
-                results[n] = lax.psum(results[n].astype(jnp.float32), missing).astype(results[n].dtype)
+                wide = results[n].astype(np.promote_types(results[n].dtype, np.float32))
+                results[n] = lax.psum(wide, missing).astype(results[n].dtype)
         return tuple(results)
 
     return local

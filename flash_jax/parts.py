@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flash_jax.compat import vary_like
 from flash_jax.spec import MAP_BLOCK, AttentionSpec, Operands
 from flash_jax.tiles.masks import Geometry, Int
 
@@ -44,7 +45,7 @@ def part_of(
     }
     static = {_NUMBERS[name]: x if isinstance(x, int) else None for name, x in numbers.items()}
     arrays = {name: None if isinstance(x, int) else x for name, x in numbers.items()}
-    arrays |= {"row_start": jnp.asarray(row, jnp.int32), "col_start": jnp.asarray(col, jnp.int32)}
+    arrays |= vary_like({"row_start": jnp.asarray(row, jnp.int32), "col_start": jnp.asarray(col, jnp.int32)}, q, k)
     arrays = {n: x.reshape((1,) * rank) if x is not None and not x.ndim else x for n, x in arrays.items()}
     cut = {name: _columns(getattr(operands, name), col, S) for name in ("bias", "mask")}
     block_map = _blocks(operands.block_map, (row, col), (T, S), whole)

@@ -100,8 +100,9 @@ class AttentionSpec:
 
     `scale`, `q_offset`, `q_length`, `kv_length` and `prefix_length` are None where the value is an array in
     `Operands`; for `q_offset` None in both places means the default, kv length minus query length. `precision` is one
-    of "ieee", "x3" and "tf32": how float32 operands are multiplied. `context_axis` is a mesh axis over which T and S are
-    sharded. `whole` is (T, S) of the sequences of which a device holds a part, None where it holds them whole.
+    of "ieee", "x3" and "tf32": how float32 operands are multiplied. `context_axis` is a mesh axis over which T and S
+    are sharded, `context_strategy` how (a name) they are then attended. `whole` is (T, S) of sequences of which a
+    device holds a part, None where it holds them whole.
     """
 
     scale: float | None = None

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from flash_jax.spec import Band, BlockMask, BlockSizes
 
+STRATEGIES = ("ring", "all_gather", "heads")
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla", "reference")
 _UNBOUNDED = 2**29
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -314,6 +315,17 @@ def implementation(value: str | None) -> str | None:
         names = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"`implementation` must be None or one of {names}; got {value!r}.")
     return value
+
+
+def context(axis: str | None, strategy: str | None) -> None:
+    """A name of a mesh axis or None; a strategy only with an axis."""
+    if axis is not None and not isinstance(axis, str):
+        raise TypeError(f"`context_axis` must be the name of a mesh axis or None; got {type(axis).__name__}.")
+    if strategy is not None and strategy not in STRATEGIES:
+        names = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"`context_strategy` must be None or one of {names}; got {strategy!r}.")
+    if strategy is not None and axis is None:
+        raise ValueError("`context_strategy` says how to attend over `context_axis`; none is given.")
 
 
 def block_sizes(value: BlockSizes | None) -> BlockSizes | None:

@@ -162,14 +162,36 @@ def test_mods_count_batch_and_heads_over_all_devices(attend, heads):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.abs(b).max()))  # sums in another order
 
 
-def test_a_sharded_sequence_is_gathered_under_automatic_axes(attend):
+def score_mod(score, b, h, i, j, by_distance, by_row):
+    return score + by_distance[h, i - j + 39] * by_row[b, i]
+
+
+# Under automatic axes: options, and shapes of what is differentiated besides.
+OF_ROWS = {
+    "causal": ({"causal": True}, {}),
+    "window-and-lengths": ({"window": (9, 4), "q_lengths": np.array([32, 13]), "kv_lengths": 33}, {}),
+    "bias-and-sinks": ({"chunk_size": 7}, {"bias": (1, 2, 32, 40), "sinks": (2,), "alibi_slopes": (2,)}),
+    "dropout": ({"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}, {}),
+    "mods": ({"score_mod": score_mod}, {"mod_operands": ((2, 72), (2, 32))}),
+    "positions": ({"causal": True, "q_positions": RNG.permutation(64).reshape(2, 32)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_queries_stay_sharded_and_keys_are_gathered_under_automatic_axes(attend, name):
+    given, shapes = OF_ROWS[name]
     c, mesh = case("B2-T32-S40-H2-K2-D16-f32"), mesh_of(AxisType.Auto)
-    program, inputs, cotangents = values_and_gradients(causal=True), c.inputs(), c.cotangents()
-    placed = tuple(jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in inputs[:3])
-    found = jax.jit(functools.partial(program, attend))((*placed, {}), cotangents)
+    program, inputs, cotangents = values_and_gradients(**given), c.inputs(**shapes), c.cotangents()
+    rows = NamedSharding(mesh, P("data", "model"))
+    placed = tuple(jax.device_put(x, rows) for x in inputs[:3])
+    compiled = jax.jit(functools.partial(program, attend)).lower((*placed, inputs[3]), cotangents).compile()
+    found = compiled((*placed, inputs[3]), cotangents)
     oracle, plain = judges(program, inputs, cotangents)
     for n, leaves in enumerate(zip(*map(jax.tree.leaves, (found, oracle, plain)), strict=True)):
         assert_accurate(*leaves, derivative=n > 1)
+    out, dq = jax.tree.leaves(found)[0], jax.tree.leaves(found)[2]
+    assert out.sharding.is_equivalent_to(rows, 4) and dq.sharding.is_equivalent_to(rows, 4)
+    assert counted(compiled)["all-gather"] == 2  # of key and value
 
 
 def test_a_sharded_sequence_on_explicit_axes_is_refused(attend):

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Literal, Primitive
 
+from flash_jax.compat import vary_like
 from flash_jax.spec import Mod
 
 ELEMENTWISE = frozenset(
@@ -71,7 +72,8 @@ def walk(jaxpr: Any, args: list, read: Callable, apply: Callable, literal: Calla
 
 def _apply(eqn, values):
     shape = np.broadcast_shapes(*(x.shape for x in values))
-    return eqn.primitive.bind(*(jnp.broadcast_to(x, shape) for x in values), **eqn.params)
+    values = vary_like([jnp.broadcast_to(x, shape) for x in values], values)
+    return eqn.primitive.bind(*values, **eqn.params)
 
 
 def evaluate(mod: Mod, args: list, read: Reader) -> jax.Array:
