@@ -19,7 +19,7 @@ What a ring does not change, its tangent and second derivatives, is computed wit
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +83,9 @@ def forward(
     def attend(carry, part):
         k, v, operands, spec = part
         out, lse = run(q, k, v, operands, spec, wide=True)
-        return (out, lse) if carry is None else _joined(carry, (out, lse))
+        return _Joined.of(out, lse) if carry is None else carry.add(out, lse)
 
-    out, lse = _around(attend, q, k, v, operands, spec)
+    out, lse = _around(attend, q, k, v, operands, spec).finish()
     return out.astype(q.dtype), lse
 
 
@@ -195,15 +195,37 @@ def _around(step: Callable, q, k, v, operands: Operands, spec: AttentionSpec) ->
     return lax.fori_loop(1, n, turn, (carry, coming))[0]
 
 
-def _joined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of rows whose keys are those of both."""
-    lse = jnp.logaddexp(one[1], other[1])
+class _Joined(NamedTuple):
+    """Parts of rows joined so far: with `base` the largest lse of a part, the sums over parts of out and of 1, each
+    times exp(lse - base). (Joining them to an lse each time would round that each time.)
+    """
 
-    def share(out, part):
-        weight = jnp.where(part == -jnp.inf, 0, jnp.exp(part - lse))
-        return out * jnp.swapaxes(weight, -1, -2)[..., None]
+    out: jax.Array
+    weight: jax.Array
+    base: jax.Array
 
-    return share(*one) + share(*other), lse
+    @classmethod
+    def of(cls, out: jax.Array, lse: jax.Array) -> "_Joined":
+        """One part."""
+        return cls(out, (lse > -jnp.inf).astype(lse.dtype), lse)
+
+    def add(self, out: jax.Array, lse: jax.Array) -> "_Joined":
+        """With one part more."""
+        base = jnp.maximum(self.base, lse)
+        measured_from = jnp.where(base == -jnp.inf, 0, base)
+        mine, other = jnp.exp(self.base - measured_from), jnp.exp(lse - measured_from)
+        return _Joined(self.out * _per_row(mine) + out * _per_row(other), self.weight * mine + other, base)
+
+    def finish(self) -> tuple[jax.Array, jax.Array]:
+        """(out, lse) of the whole rows."""
+        dead = self.weight == 0
+        weight = jnp.where(dead, 1, self.weight)
+        return self.out / _per_row(weight), self.base + jnp.log(weight)
+
+
+def _per_row(x: jax.Array) -> jax.Array:
+    """[..., H, T] as it multiplies [..., T, H, D]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
 
 
 # Heads: around the whole op, which JAX differentiates.

@@ -18,9 +18,9 @@ def check_arguments(spec: AttentionSpec, q: jax.Array, v: jax.Array) -> None:
     """Raises what the arguments alone decide about the named implementation, so that tracing shows it."""
     if spec.implementation is None:
         return
-    reason = _argument_reason(spec.implementation, q, v)
+    reason = _argument_reason(spec.implementation, spec, q, v)
     if reason:
-        raise NotImplementedError(_refusal(spec.implementation, reason, q, v))
+        raise NotImplementedError(_refusal(spec.implementation, reason, spec, q, v))
     if spec.implementation == "triton":
         triton.check_block_sizes(spec)
 
@@ -33,7 +33,7 @@ def choose(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, platfo
     if spec.implementation is not None:
         reason = _platform_reason(spec.implementation, spec, platform)
         if reason:
-            raise NotImplementedError(_refusal(spec.implementation, reason, q, v))
+            raise NotImplementedError(_refusal(spec.implementation, reason, spec, q, v))
         return _MODULES[spec.implementation]
     name = preferred(spec, q, v, platform)
     if name == "triton":
@@ -45,7 +45,7 @@ def preferred(spec: AttentionSpec, q: jax.Array, v: jax.Array, platform: str) ->
     """The implementation that `implementation=None` takes on `platform`."""
     unnamed = dataclasses.replace(spec, implementation=None)
     for name in _PREFERENCE:
-        if not _argument_reason(name, q, v) and not _platform_reason(name, unnamed, platform):
+        if not _argument_reason(name, spec, q, v) and not _platform_reason(name, unnamed, platform):
             return name
     raise NotImplementedError("No implementation serves this call.")  # not reached: xla serves all
 
@@ -53,13 +53,15 @@ def preferred(spec: AttentionSpec, q: jax.Array, v: jax.Array, platform: str) ->
 def why_not(name: str, spec: AttentionSpec, q: jax.Array, v: jax.Array, platform: str) -> str | None:
     """Why `name`, if it were the named implementation, would not run the call on `platform`; None where it would."""
     named = dataclasses.replace(spec, implementation=name)
-    return _argument_reason(name, q, v) or _platform_reason(name, named, platform)
+    return _argument_reason(name, spec, q, v) or _platform_reason(name, named, platform)
 
 
-def _argument_reason(name: str, q: jax.Array, v: jax.Array) -> str | None:
+def _argument_reason(name: str, spec: AttentionSpec, q: jax.Array, v: jax.Array) -> str | None:
     """Why `name` cannot serve these arguments on any platform; None where it can."""
     if name == "mosaic_gpu":
         return "the Mosaic GPU kernels are not part of this version"
+    if name == "reference" and spec.context_axis is not None:
+        return "it attends whole sequences, and `context_axis` shares them among devices"
     if name != "triton":
         return None
     if q.dtype == "float64":
@@ -82,7 +84,7 @@ def _platform_reason(name: str, spec: AttentionSpec, platform: str) -> str | Non
     return None
 
 
-def _refusal(name: str, reason: str, q: jax.Array, v: jax.Array) -> str:
-    nearest = "triton" if name == "mosaic_gpu" and _argument_reason("triton", q, v) is None else "xla"
+def _refusal(name: str, reason: str, spec: AttentionSpec, q: jax.Array, v: jax.Array) -> str:
+    nearest = "triton" if name == "mosaic_gpu" and _argument_reason("triton", spec, q, v) is None else "xla"
     hint = " (or wrap the call in `flash_jax.interpret_mode()` to test the kernel)" if "platform" in reason else ""
     return f"implementation={name!r} cannot serve this call: {reason}. Use implementation={nearest!r} or None{hint}."

@@ -186,7 +186,6 @@ def compiled_step(strategy, options=None, mesh=None):
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        # Forward: key and value, three times. Backward: with float32 inputs the keys go round twice, and gradients once.
         ("ring", {"collective-permute"}),
         ("all_gather", {"all-gather", "reduce-scatter"}),
         ("heads", {"all-to-all"}),
@@ -198,10 +197,11 @@ def test_only_its_own_collectives(strategy, expected):
 
 
 def test_a_ring_never_holds_all_keys():
-    ring, gathered = (compiled_step(name).memory_analysis().temp_size_in_bytes for name in ("ring", "all_gather"))
-    text = compiled_step("ring").as_text()
-    assert "4096" not in re.sub(r"metadata=\{[^}]*\}", "", text), "an array of the whole sequence"
-    assert ring < gathered
+    whole = {
+        name: "4096" in re.sub(r"metadata=\{[^}]*\}", "", compiled_step(name).as_text())
+        for name in ("ring", "all_gather")
+    }
+    assert whole == {"ring": False, "all_gather": True}
 
 
 def test_keys_that_nobody_attends_may_hold_nan(attend):
@@ -295,13 +295,13 @@ class TestErrors:
             self.call(mesh_of(AxisType.Auto), context_axis="seq", context_strategy="heads")
 
     def test_reference(self):
-        with pytest.raises(NotImplementedError, match="'reference' cannot.*`context_axis`"):
+        with pytest.raises(NotImplementedError, match="'reference' cannot serve this call.*`context_axis`"):
             self.call(mesh_of(AxisType.Auto), context_axis="seq", implementation="reference")
 
     def test_ragged(self):
         mesh = mesh_of(AxisType.Explicit)
         with (
             jax.set_mesh(mesh),
-            pytest.raises(ValueError, match="multiples of the 4 devices along `context_axis`; got"),
+            pytest.raises(ValueError, match="multiples of the 4 devices along `context_axis`"),
         ):
             self.call(shape=(2, 26, 8, 8), context_axis="seq")
