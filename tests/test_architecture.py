@@ -10,7 +10,8 @@ FILES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 
 # Imports run downward. A room is a file or a folder of the package; it may import itself and these.
 MAY_IMPORT = {
-    "__init__": ["attention", "varlen", "jax_nn", "dropout", "block_mask", "inspect", "spec"],
+    "__init__": ["attention", "varlen", "jax_nn", "dropout", "block_mask", "inspect", "spec", "zigzag"],
+    "zigzag": [],
     "varlen": ["attention", "validate", "spec"],
     "jax_nn": ["attention", "spec"],
     "dropout": ["validate", "tiles.dropout"],
