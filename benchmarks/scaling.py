@@ -96,11 +96,8 @@ def main() -> None:
         memory[way] = compiled.memory_analysis().temp_size_in_bytes
         del found
     found = timing.measure(calls, args.samples, 200.0)
-    report: dict[str, Any] = {
-        "device": f"{n} x {devices[0].device_kind}",
-        "jax": jax.__version__,
-        "length": args.length,
-    }
+    kind = f"{n} x {devices[0].device_kind}"
+    report: dict[str, Any] = {"device": kind, "jax": jax.__version__, "length": args.length}
     base = found["one GPU"]
     print(f"{kind}, jax {jax.__version__}: causal, {args.length} tokens, forward and backward")
     for way, t in found.items():

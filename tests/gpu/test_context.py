@@ -26,7 +26,7 @@ CASES = {
     ),
     "window-and-lengths": ({"window": (300, 20), "kv_lengths": np.array([1000, 1152])}, {"kv_lengths": P()}, {}),
     "dropout": ({"causal": True, "dropout_rate": 0.2, "dropout_key": jax.random.key(1)}, {"dropout_key": P()}, {}),
-    "bias-and-sinks": ({"softcap": 20.0}, {"bias": P(None, "seq"), "sinks": P()}, {"bias": (8, 1152, 1152), "sinks": (8,)}),
+    "bias": ({"softcap": 20.0}, {"bias": TOKENS, "sinks": P()}, {"bias": (8, 1152, 1152), "sinks": (8,)}),
 }  # fmt: skip
 
 
