@@ -1,6 +1,6 @@
 """Trains examples/train_gpt.py with the Triton kernels and with the quadratic reference: one loss curve, and how fast.
 
-    python3 -m benchmarks.train_curves           on a GPU: 8 runs of 300 steps of 8 x 1024 tokens, about four minutes
+    python3 -m benchmarks.train_curves           on a GPU: 8 runs of 300 steps of 8 x 1024 tokens, about six minutes
 
 Two runs in bfloat16 do not stay equal bit by bit, and the loss of a run is chaotic: so each implementation trains
 several times, once from the example's own parameters and otherwise from parameters of which each was moved by up to one

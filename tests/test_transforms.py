@@ -277,3 +277,18 @@ def test_export_and_back():
     exported = jax.export.deserialize(jax.export.export(program)(*c.arrays()).serialize())
     for found, expected in zip(exported.call(*c.arrays()), program(*c.arrays()), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("D", [16, 64, 80])
+def test_gradient_of_what_vmap_shares(attend, D):
+    """Summed over the examples: in float32, whose tiles are cut otherwise than those of 16 bits."""
+    c = case(f"B3-T20-S24-H2-K1-D{D}-bf16")
+    q, k, v = c.arrays()
+
+    def shared(attend, q, k, v, dout):
+        def mapped(k, v):
+            return jax.vmap(lambda q: attend(q, k, v, causal=True))(q)
+
+        return jax.vjp(mapped, k, v)[1](dout)
+
+    check(Program(shared, derivative=True), attend, q, k[0], v[0], c.cotangents()[0])
