@@ -202,3 +202,35 @@ def test_a_sharded_sequence_on_explicit_axes_is_refused(attend):
             NotImplementedError, match=r"Dim 1 of `query` is sharded over the explicit mesh axes \['mod"
         ):
             jax.jit(attend)(x, x, x)
+
+
+def test_d15_a_mask_for_all_examples_beside_sharded_ones(attend):
+    c, mesh = case("B4-T20-S24-H4-K2-D16-f32"), mesh_of(AxisType.Auto)
+    program = values_and_gradients(mask=RNG.random((1, 1, 20, 24)) < 0.7)
+    check_sharded(attend, program, c, mesh, (BATCH, BATCH, BATCH))
+
+
+def test_h03_a_gradient_inside_shard_map_sums_nothing():
+    import flash_jax
+
+    mesh, spec = mesh_of(AxisType.Auto), P("data", None, "model")
+    x = jnp.ones((2, 32, 4, 16))
+
+    def loss(q, k, v):
+        return flash_jax.flash_attention(q, k, v, causal=True, implementation="xla").sum()
+
+    part = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=spec, out_specs=spec)  # check_vma on
+    assert sum(counted(jax.jit(part).lower(x, x, x).compile()).values()) == 0
+
+
+def test_h07_only_some_inputs_are_sharded(attend):
+    c, mesh = case("B4-T20-S24-H4-K2-D16-f32"), mesh_of(AxisType.Auto)
+    check_sharded(attend, values_and_gradients(causal=True), c, mesh, (BATCH, BATCH, P()))
+
+
+def check_sharded(attend, program, c, mesh, specs):
+    inputs, cotangents = c.inputs(), c.cotangents()
+    placed = tuple(jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(inputs[:3], specs, strict=True))
+    found = jax.jit(functools.partial(program, attend))((*placed, {}), cotangents)
+    for n, leaves in enumerate(zip(*map(jax.tree.leaves, (found, *judges(program, inputs, cotangents))), strict=True)):
+        assert_accurate(*leaves, derivative=n > 1)
