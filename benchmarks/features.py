@@ -37,6 +37,7 @@ def options(B: int, T: int) -> dict[str, tuple[dict, dict]]:
         "mask [1, 1, T, S]": ({"mask": jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))}, {}),
         "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(3)}, {}),
         "softcap": ({"softcap": 30.0}, {}),
+        "softcap, scores beyond it": ({"softcap": 30.0, "scale": 5.0}, {}),
         "alibi": ({}, {"alibi_slopes": jnp.linspace(0.1, 0.5, HEADS)}),
         "sinks": ({}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}),
         "scale (array)": ({}, {"scale": jnp.asarray(HEAD_DIM**-0.5)}),
