@@ -85,7 +85,7 @@ def test_softcap(head_dim, causal, target, record_property):
     x = struct(1, T, HEADS, head_dim)
     compiled = gpu_compile.compile_for(target, gradients(softcap=50.0, causal=causal), x, x, x)
     label = f"{target.name} D{head_dim} bfloat16 softcap {'causal' if causal else 'full'} {{}}"
-    check_and_record(compiled, label, MAX_SPILLED["bfloat16"], record_property)
+    check_and_record(compiled, label, 640, record_property)
     assert not any("C7515" in kernel.notes for kernel in compiled.kernels)
 
 
