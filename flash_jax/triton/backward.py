@@ -11,6 +11,7 @@ from flash_jax.tiles import rows, softmax
 from flash_jax.tiles.reads import dense_shape, gradients, wanted_reads
 from flash_jax.tiles.rows import by_rows, needed_sums, refine, row_gradient, shared_gradients
 from flash_jax.tiles.sums import sum_to
+from flash_jax.triton import stored
 from flash_jax.triton.dbias import bias_pass
 from flash_jax.triton.diagonals import diagonal_pass
 from flash_jax.triton.dkv import key_value_pass
@@ -41,7 +42,7 @@ def backward(
         q, out_ct = (softmax.without_dead(x, dead) for x in (q, out_ct))
     residuals = Residuals(q, k, v, out_ct.astype(q.dtype), softmax.dead_to_inf(lse, dead), delta)
     if q.dtype == jnp.float32:
-        _, sums = query_pass(residuals, operands, lead, ("ds", "p"), None, spec)
+        _, sums, _ = query_pass(residuals, operands, lead, ("ds", "p"), None, spec)
         delta, norm = refine(sums["p_sums"][0], sums["ds_sums"][0], delta, lse_ct, p_sink)
         p_sink = None if p_sink is None else p_sink * norm
         out_ct = out_ct * jnp.swapaxes(norm, -1, -2)[..., None]
@@ -51,10 +52,16 @@ def backward(
     of = lambda kind: tuple(name for name, x in reads.items() if x.kind == kind)  # noqa: E731
     found, sums, entries = {}, {}, {}
     names = needed_sums(operands, wanted, k.shape[-3], of("rows"))
-    if "query" in wanted or names:
-        dtype = _dtype(q, wanted.get("query"), lead) if "query" in wanted else None
-        found["query"], sums = query_pass(residuals, operands, lead, names, dtype, spec)
     kind = _kind_of_bias(operands, wanted, k.shape[-3])
+    target: Any = jax.ShapeDtypeStruct((*wanted["bias"], *bias.shape[-3:]), bias.dtype) if kind == "dense" else None
+    dtype = _dtype(q, wanted.get("query"), lead) if "query" in wanted else None
+    if dtype is not None and target is not None and stored.serves(residuals, operands, lead, target, spec):
+        kind = "stored"
+        found["query"], sums, found["bias"] = stored.query_and_bias_pass(
+            residuals, operands, lead, names, dtype, spec, target
+        )
+    elif dtype is not None or names:
+        found["query"], sums, _ = query_pass(residuals, operands, lead, names, dtype, spec)
     columns = (("bias",) if kind == "columns" else ()) + of("columns")
     if "key" in wanted or "value" in wanted or columns:
         dtypes = _dtype(k, wanted.get("key"), lead), _dtype(v, wanted.get("value"), lead)
@@ -63,7 +70,6 @@ def backward(
             column = entries.pop("bias")[..., None, :]
             found["bias"] = sum_to(column, (*wanted["bias"], bias.shape[-3], 1, k.shape[-3]))
     if kind == "dense":
-        target = jax.ShapeDtypeStruct((*wanted["bias"], *bias.shape[-3:]), bias.dtype)
         found["bias"] = bias_pass(residuals, operands, lead, target, spec)
     entries |= {name: diagonal_pass(residuals, operands, lead, spec, name) for name in of("diagonals")}
     for name in of("dense"):
