@@ -33,6 +33,8 @@ def options(B: int, T: int) -> dict[str, tuple[dict, dict]]:
         "plain": ({}, {}),
         "bias": ({"bias": normal((1, HEADS, T, T))}, {}),
         "bias and its gradient": ({}, {"bias": normal((1, HEADS, T, T))}),
+        "bias of each example, its gradient": ({}, {"bias": normal((B, HEADS, T, T))}),
+        "bias [1, 1, T, S], its gradient": ({}, {"bias": normal((1, 1, T, T))}),
         "bias [1, 1, 1, S]": ({"bias": normal((1, 1, 1, T))}, {}),
         "mask [1, 1, T, S]": ({"mask": jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))}, {}),
         "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(3)}, {}),
@@ -128,7 +130,7 @@ def print_options(ms: dict, report: dict) -> None:
             if of == kind and ("plain", kind) in ms:
                 ratio, limit = t / ms["plain", kind], LIMITS.get(name)
                 asked = f"  asked: at most {limit}" if limit else ""
-                print(f"{kind:8} {name:24} {t:8.3f} ms {ratio:5.2f}x{asked}", flush=True)
+                print(f"{kind:8} {name:34} {t:8.3f} ms {ratio:5.2f}x{asked}", flush=True)
                 report[f"{kind}, {name}"] = {"ms": t, "times_plain": ratio}
 
 

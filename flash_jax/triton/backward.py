@@ -11,12 +11,12 @@ from flash_jax.tiles import rows, softmax
 from flash_jax.tiles.reads import dense_shape, gradients, wanted_reads
 from flash_jax.tiles.rows import by_rows, needed_sums, refine, row_gradient, shared_gradients
 from flash_jax.tiles.sums import sum_to
-from flash_jax.triton import stored
 from flash_jax.triton.dbias import bias_pass
 from flash_jax.triton.diagonals import diagonal_pass
 from flash_jax.triton.dkv import key_value_pass
 from flash_jax.triton.dq import query_pass
 from flash_jax.triton.entries import Residuals
+from flash_jax.triton.stored import query_and_bias_pass
 
 
 def backward(
@@ -55,13 +55,7 @@ def backward(
     kind = _kind_of_bias(operands, wanted, k.shape[-3])
     target: Any = jax.ShapeDtypeStruct((*wanted["bias"], *bias.shape[-3:]), bias.dtype) if kind == "dense" else None
     dtype = _dtype(q, wanted.get("query"), lead) if "query" in wanted else None
-    if dtype is not None and target is not None and stored.serves(residuals, operands, lead, target, spec):
-        kind = "stored"
-        found["query"], sums, found["bias"] = stored.query_and_bias_pass(
-            residuals, operands, lead, names, dtype, spec, target
-        )
-    elif dtype is not None or names:
-        found["query"], sums, _ = query_pass(residuals, operands, lead, names, dtype, spec)
+    found["query"], sums, stored = query_and_bias_pass(residuals, operands, lead, names, dtype, spec, target)
     columns = (("bias",) if kind == "columns" else ()) + of("columns")
     if "key" in wanted or "value" in wanted or columns:
         dtypes = _dtype(k, wanted.get("key"), lead), _dtype(v, wanted.get("value"), lead)
@@ -70,7 +64,7 @@ def backward(
             column = entries.pop("bias")[..., None, :]
             found["bias"] = sum_to(column, (*wanted["bias"], bias.shape[-3], 1, k.shape[-3]))
     if kind == "dense":
-        found["bias"] = bias_pass(residuals, operands, lead, target, spec)
+        found["bias"] = bias_pass(residuals, operands, lead, target, spec) if stored is None else stored
     entries |= {name: diagonal_pass(residuals, operands, lead, spec, name) for name in of("diagonals")}
     for name in of("dense"):
         shape = dense_shape(reads[name], wanted, operands, mod, (q.shape[-2], q.shape[-3], k.shape[-3]))

@@ -37,7 +37,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
     One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
     `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale", "alibi_slopes" and "read.n" those of x dS
     and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what
-    the n-th read of the score_mod gives. dq_ref is None where only these are wanted. ds_ref, where it is not None, takes
+    the n-th read of the score_mod gives. dq_ref is None where only these are wanted. ds_ref, unless it is None, takes
     dS, plus what `before_ref` holds, also where nothing is visible.
     """
     reader = Reader.of(extra, spec, shape, tile)
@@ -60,8 +60,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
         p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
         ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
-        if ds_ref is not None:
-            _store_entries(ds_ref, before_ref, ds, col, inside, shape.S if masked else None)
+        _store_entries(ds_ref, before_ref, ds, col, inside, shape.S if masked else None)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
         entries |= {n: functools.partial(weight_of_read, n, qk, view, scoring) for n in sums if n.startswith("read.")}
         sums = {name: _add_sums(total, name, p[0], ds, entries) for name, total in sums.items()}
@@ -86,18 +85,29 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
         for ref, x in zip(sum_refs[name], totals, strict=True):
             store_stats(ref, jnp.where(alive, x, 0), inside)
     if ds_ref is not None:
-        nothing = jnp.zeros((tile.block_q, tile.block_kv), jnp.float32)
+        _store_nothing(ds_ref, before_ref, seen, inside, (tile, shape))
 
-        def fill(j, carry, masked):
-            _store_entries(ds_ref, before_ref, nothing, j * tile.block_kv, inside, shape.S)
-            return carry
 
-        for start, stop in ((0, seen.start), (jnp.maximum(seen.start, seen.stop), pl.cdiv(shape.S, tile.block_kv))):
-            over_tiles(TileRange(start, stop, stop, stop), fill, (), whole=False)
+def _store_nothing(ref: Any, before_ref: Any, seen: Any, inside: jax.Array | None, static: tuple) -> None:
+    """Writes the tiles of dS that are not in the range `seen`: 0, plus what `before_ref` has there."""
+    tile, shape = static
+    ds = jnp.zeros((tile.block_q, tile.block_kv), jnp.float32)
+
+    def fill(j, carry, masked):
+        _store_entries(ref, before_ref, ds, j * tile.block_kv, inside, shape.S)
+        return carry
+
+    for start, stop in ((0, seen.start), (jnp.maximum(seen.start, seen.stop), pl.cdiv(shape.S, tile.block_kv))):
+        over_tiles(TileRange(start, stop, stop, stop), fill, (), whole=False)
 
 
 def _store_entries(ref: Any, before_ref: Any, ds: jax.Array, col: Int, inside: jax.Array | None, S: int | None) -> None:
-    """Writes a tile of dS to a ref [block_q, S], plus what `before_ref` has there; S is None if it ends before S."""
+    """Writes a tile of dS to a ref [block_q, S], if there is one, plus what `before_ref` has there.
+
+    S is None where the tile is known to end before it.
+    """
+    if ref is None:
+        return
     here = (slice(None), pl.ds(col, ds.shape[1]))
     keep = None if inside is None else jnp.broadcast_to(inside[:, None], ds.shape)
     if S is not None and S % ds.shape[1]:

@@ -22,14 +22,10 @@ from flash_jax.triton.tiling import tile_for
 _ENOUGH = 256  # programs of one launch that keep a GPU busy
 
 
-def serves(
-    residuals: Residuals,
-    operands: Operands,
-    lead: tuple[int, ...],
-    target: jax.ShapeDtypeStruct,
-    spec: AttentionSpec,
+def _is_served(
+    residuals: Residuals, operands: Operands, lead: tuple[int, ...], target: jax.ShapeDtypeStruct, spec: AttentionSpec
 ) -> bool:
-    """Whether `query_and_bias_pass` can give a bias's gradient, and is the faster way to it."""
+    """Whether the kernel of dq can give this gradient, and is the faster way to it."""
     shape = Shape.of(*residuals[:3], lead)
     *own, heads, T, S = target.shape
     unknown = ranges.is_scanned(operands) or spec.mask_mod is not None
@@ -44,14 +40,25 @@ def query_and_bias_pass(
     operands: Operands,
     lead: tuple[int, ...],
     sums: tuple[str, ...],
-    dtype: jnp.dtype,
+    dtype: jnp.dtype | None,
     spec: AttentionSpec,
-    target: jax.ShapeDtypeStruct,
-) -> tuple[Any, dict[str, jax.Array], jax.Array]:
-    """What `query_pass` gives, and the gradient of the bias, like `target`."""
-    shape = Shape.of(*residuals[:3], lead)
+    target: jax.ShapeDtypeStruct | None,
+) -> tuple[Any, dict[str, jax.Array], jax.Array | None]:
+    """What `query_pass` gives, and the gradient of the bias like `target`, None where it takes a kernel of its own."""
+    if dtype is None and not sums:
+        return None, {}, None
+    if dtype is None or target is None or not _is_served(residuals, operands, lead, target, spec):
+        return query_pass(residuals, operands, lead, sums, dtype, spec)
     if target.shape[:-3] == lead:
         return query_pass(residuals, operands, lead, sums, dtype, spec, target)
+    return _by_turns(residuals, operands, lead, (sums, dtype, spec), target)
+
+
+def _by_turns(
+    residuals: Residuals, operands: Operands, lead: tuple[int, ...], how: tuple[Any, Any, Any], target: Any
+) -> tuple:
+    """One example after the other, the gradient so far handed on."""
+    shape = Shape.of(*residuals[:3], lead)
     one, turns = (1,) * len(lead), shape.examples
     partial = jax.ShapeDtypeStruct(target.shape, jnp.float32)
 
@@ -61,8 +68,8 @@ def query_and_bias_pass(
             here = lax.dynamic_index_in_dim(flat(x, x.ndim - len(lead)), index, keepdims=False)
             return here.reshape(*one, *here.shape)
 
-        at_turn = Residuals(*map(own, residuals)), operands.map(lambda _, x: own(x))
-        dq, found, before = query_pass(*at_turn, one, sums, dtype, spec, target, before)
+        own_residuals, own_operands = Residuals(*map(own, residuals)), operands.map(lambda _, x: own(x))
+        dq, found, before = query_pass(own_residuals, own_operands, one, *how, target, before)
         return before, (dq, found)
 
     before, first = launch(0, None, partial)

@@ -91,8 +91,9 @@ _TABLE_8_SOFTCAP = {("dkv", 64, 2): Tile(32, 64, 4, 3)}
 
 
 def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Tile:
-    """The tile of pass `name`, one of `PASSES`, "dbias", "stored" or "partial" (dq, with dS stored): the user's sizes where given, else the table's, cut to fit.
+    """The tile of pass `name`: the user's sizes where given, else the table's, cut to fit.
 
+    Besides `PASSES` there are "dbias", and "stored" and "partial", which are dq with dS stored (see `_STORED`).
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
     sizes that the user gave do not fit the GPU's shared memory.
     """
