@@ -33,10 +33,13 @@ def options(B: int, T: int) -> dict[str, tuple[dict, dict]]:
         "plain": ({}, {}),
         "bias": ({"bias": normal((1, HEADS, T, T))}, {}),
         "bias and its gradient": ({}, {"bias": normal((1, HEADS, T, T))}),
+        "bias of each example, its gradient": ({}, {"bias": normal((B, HEADS, T, T))}),
+        "bias [1, 1, T, S], its gradient": ({}, {"bias": normal((1, 1, T, T))}),
         "bias [1, 1, 1, S]": ({"bias": normal((1, 1, 1, T))}, {}),
         "mask [1, 1, T, S]": ({"mask": jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))}, {}),
         "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(3)}, {}),
         "softcap": ({"softcap": 30.0}, {}),
+        "softcap, scores beyond it": ({"softcap": 30.0, "scale": 5.0}, {}),
         "alibi": ({}, {"alibi_slopes": jnp.linspace(0.1, 0.5, HEADS)}),
         "sinks": ({}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}),
         "scale (array)": ({}, {"scale": jnp.asarray(HEAD_DIM**-0.5)}),
@@ -127,7 +130,7 @@ def print_options(ms: dict, report: dict) -> None:
             if of == kind and ("plain", kind) in ms:
                 ratio, limit = t / ms["plain", kind], LIMITS.get(name)
                 asked = f"  asked: at most {limit}" if limit else ""
-                print(f"{kind:8} {name:24} {t:8.3f} ms {ratio:5.2f}x{asked}", flush=True)
+                print(f"{kind:8} {name:34} {t:8.3f} ms {ratio:5.2f}x{asked}", flush=True)
                 report[f"{kind}, {name}"] = {"ms": t, "times_plain": ratio}
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import flash_jax
-from tests.support.accuracy import check
-from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
+from flash_jax.triton import stored
+from tests.support import gpu_compile
+from tests.support.accuracy import assert_agrees, check
+from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, second_order, values_and_gradients
 from tests.support.structure import lowered_sizes, named
 
@@ -50,6 +52,62 @@ def test_gradient_has_the_dtype_of_the_bias(attend, dtype, dtype_of_bias):
     bias = case(f"T1-{dtype_of_bias}").normal((4, 19, 35), 0, "bias")
     found = check(Program(of_bias, {"causal": True}, derivative=True), attend, c.arrays(), c.cotangents(), bias)
     assert found["bias"].dtype == bias.dtype
+
+
+@pytest.mark.parametrize(
+    "name, shape, options",
+    [
+        ("B1-T40-S50-H2-D8-f32", (1, 2, 40, 50), {"window": (5, 3)}),
+        ("B2-T40-S50-H4-K2-D8-bf16", (2, 4, 40, 50), {"causal": True, "kv_lengths": np.array([50, 0])}),
+        ("B2-T19-S35-H4-K2-D8-bf16", (4, 19, 35), {"window": (0, 9), "q_lengths": np.array([9, 19])}),
+        ("B3-T19-S35-H4-K2-D8-f32", (1, 4, 19, 35), {"causal": True, "kv_lengths": np.array([20, 35, 3])}),
+        ("B2x2-T19-S35-H2-D8-bf16", (1, 1, 2, 19, 35), {"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}),
+        ("B3-T32-S64-H2-D8-bf16", (2, 32, 64), {"softcap": 5.0, "chunk_size": 16, "scale": 0.4}),
+    ],
+    ids=["window", "causal", "two examples", "three examples", "dropout", "chunk"],
+)
+@pytest.mark.parametrize("dtype_of_bias", ["f32", "bf16"])
+def test_gradient_stored_by_the_kernel_of_dq(attend, monkeypatch, name, shape, options, dtype_of_bias):
+    """Of tiles that need a mask, need none, or are skipped; summed over examples or not."""
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    c = case(name)
+    given = (*c.arrays(), {"bias": case(f"T1-{dtype_of_bias}").normal(shape, 0, "bias")}), c.cotangents()
+    _, (*_, operands) = check(values_and_gradients(**options), attend, *given)
+    assert operands["bias"].dtype == given[0][3]["bias"].dtype
+
+
+def test_gradient_stored_where_the_bias_kills_rows_and_padding_is_poison(attend, monkeypatch):
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    c = case("B2-T19-S35-H2-D8-bf16")
+    *arrays, riding = c.inputs(bias=(1, 2, 19, 35))
+    bias = riding["bias"].copy()
+    bias[0, 0, 3], bias[0, :, 5, 10:] = -np.inf, -np.inf
+    program = values_and_gradients(kv_lengths=np.array([20, 35]), q_lengths=np.array([19, 7]))
+    q, k, v = (
+        poisoned(x, where) for x, where in zip(arrays, (np.s_[1, 7:], np.s_[0, 20:], np.s_[0, 20:]), strict=True)
+    )
+    poison = (q, k, v, {"bias": bias}), c.cotangents()
+    found = jax.jit(functools.partial(program, attend))(*poison)
+    assert_agrees(found, program, (*arrays, {"bias": bias}), c.cotangents())
+    dbias = np.asarray(found[1][3]["bias"])
+    assert not np.any(dbias[0, 0, 3]) and not np.any(dbias[0, :, 5, 10:]) and np.any(dbias[0, :, 4, 25:])
+
+
+def test_gradient_shared_by_examples_is_written_by_the_kernel_of_dq_if_there_are_enough_programs():
+    """Two launches, without and with an earlier sum; of few programs there is one launch of each kernel."""
+    kernels = {}
+    for T in (128, 4096):
+        x, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, T, 4, 64), (4, T, T)))
+
+        def loss(x, bias):
+            return flash_jax.flash_attention(x, x, x, bias, implementation="triton").astype(np.float32).sum()
+
+        lowered = gpu_compile.lower(jax.grad(loss, (0, 1)), x, bias)
+        kernels[T] = (
+            lowered.as_text().count("flash_attention_dq_kernel"),
+            "dbias_kernel" in str(gpu_compile.triton_ir(lowered).keys()),
+        )
+    assert kernels[128][1] and not kernels[4096][1] and kernels[4096][0] > kernels[128][0]
 
 
 def test_minus_infinity_hides(attend):

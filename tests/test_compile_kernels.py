@@ -79,6 +79,17 @@ def test_full(head_dim, dtype, target, record_property):
 
 
 @a_target
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap(head_dim, causal, target, record_property):
+    x = struct(1, T, HEADS, head_dim)
+    compiled = gpu_compile.compile_for(target, gradients(softcap=50.0, causal=causal), x, x, x)
+    label = f"{target.name} D{head_dim} bfloat16 softcap {'causal' if causal else 'full'} {{}}"
+    check_and_record(compiled, label, 640, record_property)
+    assert not any("C7515" in kernel.notes for kernel in compiled.kernels)
+
+
+@a_target
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 def test_float32_at_other_precisions(precision, target, record_property):
     x = struct(1, T, HEADS, 64, dtype="float32")

@@ -13,12 +13,13 @@ hyperbolic tangent. With bias or alibi it is the score in natural units: scale *
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import tanh
 from flash_jax.tiles.mods import TileMod
 
 LOG2_E = math.log2(math.e)
@@ -28,6 +29,8 @@ LN_2 = math.log(2)
 # 1.
 _TINY = 1e-37
 
+# Up to this softcap exp(-softcap), measured from the `base` of a score, is a normal float32 number: e^-80.
+_LOW_SOFTCAP = 55.0
 
 Number: TypeAlias = float | jax.Array
 
@@ -54,12 +57,17 @@ def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return jnp.multiply(a, b) + c
 
 
+def _tanh_slope(t: jax.Array) -> jax.Array:
+    return 1 - t * t
+
+
 class Arithmetic(NamedTuple):
     """Functions of float32 arrays for which a backend may have better than JAX's own."""
 
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2
-    reciprocal: Callable[[jax.Array], jax.Array] = jnp.reciprocal
     fma: Callable[[Number, Number, Number], jax.Array] = _fma  # a * b + c; at least one of them is an array
+    bent: Callable[[jax.Array, tanh.Bend], jax.Array] = tanh.bent
+    tanh_slope: Callable[[jax.Array], jax.Array] = _tanh_slope
 
 
 PLAIN_ARITHMETIC = Arithmetic()
@@ -79,18 +87,17 @@ class Scoring:
     softcap: float | None
     added: bool
     biased: bool = False
-    quick: bool = False
     modified: bool = False
+    quick: bool = False
+    wide: bool = False
     arithmetic: Arithmetic = PLAIN_ARITHMETIC
 
     @classmethod
-    def of(
-        cls, spec: AttentionSpec, operands: Operands, quick: bool = False, arithmetic: Arithmetic = PLAIN_ARITHMETIC
-    ) -> "Scoring":
-        """The scoring that `spec` and `operands` (arrays, scalars or refs) ask for."""
+    def of(cls, spec: AttentionSpec, operands: Operands, **how: Any) -> "Scoring":
+        """The scoring that `spec` and `operands` (arrays, scalars or refs) ask for; `how` are the last three fields."""
         biased, modified = operands.bias is not None, spec.score_mod is not None
         added = biased or operands.alibi_slopes is not None
-        return cls(split_scale(spec, operands), spec.softcap, added, biased, quick, modified, arithmetic)
+        return cls(split_scale(spec, operands), spec.softcap, added, biased, modified, **how)
 
     @property
     def plain(self) -> bool:
@@ -137,29 +144,42 @@ class Scoring:
         slope = None
         if self.softcap is not None:
             t = self._bent(product)
-            slope = 1 - t * t
+            slope = self.arithmetic.tanh_slope(t)
         if mod is not None:
             own = mod.slope(self.capped(product))
             slope = own if slope is None else slope * own
         return slope
 
-    def _bent(self, product: jax.Array) -> jax.Array:
-        """tanh(scale * product / softcap), where there is a softcap."""
-        x = product * (self.scale.value / (self.softcap or 1.0))
-        return self._quick_tanh(x) if self.quick else jnp.tanh(x)
+    @property
+    def base(self) -> float | None:
+        """What every score is measured from where that need not be the row's maximum; natural units, None if it must.
 
-    def _quick_tanh(self, x: jax.Array) -> jax.Array:
-        """x P(x^2) / Q(x^2), the best such quotient up to 7.8, from where on tanh is 1 but for 3e-7.
-
-        P and Q by a weighted least-squares fit of x P - tanh(x) Q, its weights raised where the error is large.
+        With a low softcap the exponentials of all scores, and their sums times values up to 1e20, are float32 numbers
+        as they are: no maximum is sought and nothing computed so far must shrink. The base is 0, or above 0 by as much
+        as the softcap is above 30.
         """
-        fma = self.arithmetic.fma
-        x = jnp.clip(x, -7.8, 7.8)
-        square = x * x
-        p = fma(square, fma(square, fma(square, 1.1635786e-05, 0.002969896), 0.12943123), 0.9999999)
-        q = fma(square, 2.5262563e-07, 0.00024135553)
-        q = fma(square, fma(square, fma(square, q, 0.023892427), 0.4627636), 1.0)
-        return x * p * self.arithmetic.reciprocal(q)
+        if self.softcap is None or not (self._low and self.quick and self.wide):
+            return None
+        return max(self.softcap - 30.0, 0.0)
+
+    @property
+    def _low(self) -> bool:
+        """Whether no score is far from 0."""
+        return self.softcap is not None and self.softcap <= _LOW_SOFTCAP and not self._complete
+
+    def relative(self, product: jax.Array, allowed: jax.Array | None) -> jax.Array:
+        """exp(score - base) of products q . k where allowed and 0 elsewhere; where there is a `base`."""
+        score = self._bent(product, (self.softcap or 1.0) * LOG2_E, -(self.base or 0.0) * LOG2_E)
+        return self.arithmetic.exp2(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
+
+    def _bent(self, product: jax.Array, outer: float = 1.0, offset: float = 0.0) -> jax.Array:
+        """outer * tanh(scale * product / softcap) + offset, where there is a softcap; without `quick` the bare tanh."""
+        inner = self.scale.value / (self.softcap or 1.0)
+        if not self.quick:
+            return jnp.tanh(product * inner)
+        if isinstance(inner, float) and (bend := tanh.Bend(inner, outer, offset)).folds:
+            return self.arithmetic.bent(product, bend)
+        return self.arithmetic.bent(product * inner, tanh.Bend(1.0, outer, offset))
 
     def probability(
         self,
@@ -189,7 +209,8 @@ class Scoring:
             if self.plain:  # where raw is the product, without the sign
                 multiplier = self.scale.value * LOG2_E
             score = self.arithmetic.fma(raw, multiplier, lse * -LOG2_E)
-        score = _at_most_0(score)
+        if not (self.quick and self._low):
+            score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 
 

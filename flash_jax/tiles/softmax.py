@@ -42,7 +42,7 @@ def step(
 
 
 def finish(
-    row_max: jax.Array,
+    row_max: float | jax.Array,
     row_sum: jax.Array,
     multiplier: float | jax.Array,
     alive: jax.Array,
@@ -51,8 +51,8 @@ def finish(
     """(alive, divisor, lse), each [..., block_q], of rows whose tiles are all seen.
 
     The output of a row that is alive is its accumulator over its divisor; that of a dead row is 0, and its lse -inf, or
-    the sink. The argument `alive` is False for rows that attend nothing whatever their sums say (those past the query
-    length).
+    the sink. `row_max` may be any raw score that the probabilities are relative to. The argument `alive` is False for
+    rows that attend nothing whatever their sums say (those past the query length).
     """
     alive &= row_sum != 0  # a NaN is not a dead row: whoever gave it should see it
     divisor = jnp.where(alive, row_sum, 1)

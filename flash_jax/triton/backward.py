@@ -18,6 +18,7 @@ from flash_jax.triton.diagonals import diagonal_pass
 from flash_jax.triton.dkv import key_value_pass
 from flash_jax.triton.dq import query_pass
 from flash_jax.triton.entries import Residuals
+from flash_jax.triton.stored import query_and_bias_pass
 
 
 class Wanted(NamedTuple):
@@ -106,11 +107,12 @@ def _launched(
     residuals, q, found = residuals._replace(k=k, v=v), residuals.q, {}
     own, sizes = wanted.leads, (q.shape[-3], k.shape[-3])
     dtype = lambda x, name: jnp.float32 if wanted.wide else _dtype(x, own.get(name), lead)  # noqa: E731
-    if "query" in own or wanted.names:
-        dq, sums = query_pass(
-            residuals, operands, lead, wanted.names, dtype(q, "query") if "query" in own else None, spec
-        )
-        found |= sums if dq is None else {"query": dq, **sums}
+    target: Any = None
+    if wanted.bias == "dense":
+        target = jax.ShapeDtypeStruct((*own["bias"], *operands.bias.shape[-3:]), operands.bias.dtype)
+    of_query = dtype(q, "query") if "query" in own else None
+    dq, sums, stored = query_and_bias_pass(residuals, operands, lead, wanted.names, of_query, spec, target)
+    found |= sums if dq is None else {"query": dq, **sums}
     columns = (("bias",) if wanted.bias == "columns" else ()) + wanted.of_kind("columns")
     if "key" in own or "value" in own or columns:
         dtypes = dtype(k, "key"), dtype(v, "value")
@@ -119,9 +121,8 @@ def _launched(
     if wanted.bias == "columns":
         column = found["bias"][..., None, :]
         found["bias"] = sum_to(column, (*own["bias"], operands.bias.shape[-3], 1, k.shape[-3]))
-    if wanted.bias == "dense":
-        target = jax.ShapeDtypeStruct((*own["bias"], *operands.bias.shape[-3:]), operands.bias.dtype)
-        found["bias"] = bias_pass(residuals, operands, lead, target, spec)
+    if target is not None:
+        found["bias"] = bias_pass(residuals, operands, lead, target, spec) if stored is None else stored
     if "bias" in found and spec.whole is not None and operands.bias.shape[-1] == k.shape[-3]:
         found["bias"] = embed(found["bias"], found["bias"].ndim - 1, operands.col_start, spec.whole[1])
     for name in wanted.of_kind("diagonals"):

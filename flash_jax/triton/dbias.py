@@ -1,4 +1,7 @@
-"""Backward kernel for what has an entry for each query and key: a bias, or an operand that a score_mod so reads."""
+"""Backward kernel for what has an entry for each query and key: a bias, or an operand that a score_mod so reads.
+
+A bias goes by triton/stored.py where that can.
+"""
 
 import functools
 

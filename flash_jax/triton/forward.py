@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import softmax
+from flash_jax.tiles.scores import LOG2_E
 from flash_jax.triton import columns
 from flash_jax.triton.launch import (
     Shape,
@@ -32,8 +33,8 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     and sum l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T (and softcap,
     bias, alibi),
         m' = max(m, rowmax S),  P = exp(S - m'),  l = exp(m - m') l + rowsum P,  O = exp(m - m') O + P V_j,
-    and O is divided by l once, at the end. Grid: (query tiles, H, examples). Tiles that need a mask run before those
-    that do not; tiles with nothing visible are not visited.
+    and O is divided by l once, at the end. Where a low softcap bounds all scores, m is a constant. Grid: (query tiles,
+    H, examples). Tiles that need a mask run before those that do not; tiles with nothing visible are not visited.
     """
     q_ref, k_ref, v_ref = arrays
     reader = Reader.of(extra, spec, shape, tile)
@@ -56,27 +57,31 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
         if isinstance(sign, jax.Array):  # of each product: a q that was computed would not be read from shared memory
             qk *= sign
-        raw = scoring.raw(qk, view.addend, view.mod)
-        if view.allowed is not None:
-            raw = jnp.where(view.allowed, raw, -jnp.inf)
-        p, shrink, row_max, row_sum = softmax.step(
-            raw,
-            row_max,
-            row_sum,
-            scoring.multiplier,
-            masked=masked or scoring.biased or scoring.modified,  # whether a row may still have seen nothing
-            exp2=scoring.arithmetic.exp2,
-        )
+        if scoring.base is None:
+            raw = scoring.raw(qk, view.addend, view.mod)
+            if view.allowed is not None:
+                raw = jnp.where(view.allowed, raw, -jnp.inf)
+            p, shrink, row_max, row_sum = softmax.step(
+                raw,
+                row_max,
+                row_sum,
+                scoring.multiplier,
+                masked=masked or scoring.biased or scoring.modified,  # whether a row may still have seen nothing
+                exp2=scoring.arithmetic.exp2,
+            )
+            accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
+        else:
+            p = scoring.relative(qk, view.allowed)
+            row_sum += p.sum(axis=1)
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
         v = columns.load(v_ref, here, view.keep, shape.Dv)
-        accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
         accumulator = columns.add_product(accumulator, p, v, spec)
         return accumulator, row_max, row_sum
 
     carry = (
         columns.zeros(tile.block_q, shape.Dv, q_ref.dtype),
-        jnp.full((tile.block_q,), -jnp.inf, jnp.float32),
+        jnp.full((tile.block_q,), -jnp.inf, jnp.float32) if scoring.base is None else None,
         jnp.zeros((tile.block_q,), jnp.float32),
     )
     seen = reader.kv_range(i)
@@ -88,7 +93,8 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     accumulator, row_max, row_sum = with_care(run, not reader.closed, lambda found: has_nan(*found[0]))
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
-    alive, divisor, lse = softmax.finish(row_max, row_sum, scoring.multiplier, alive, sink)
+    row_max, multiplier = (row_max, scoring.multiplier) if scoring.base is None else (scoring.base, LOG2_E)
+    alive, divisor, lse = softmax.finish(row_max, row_sum, multiplier, alive, sink)
     if spec.dropout_rate:
         divisor *= 1 - spec.dropout_rate
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)

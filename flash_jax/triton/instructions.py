@@ -1,42 +1,81 @@
-"""Single instructions of NVIDIA GPUs for which the compiler would emit several."""
+"""Single instructions of NVIDIA GPUs for which the compiler would emit several, and a tanh made of them."""
+
+import struct
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from flash_jax.spec import AttentionSpec
+from flash_jax.tiles import tanh
 from flash_jax.tiles.scores import PLAIN_ARITHMETIC, Arithmetic, Number
+
+_BENT_AT_ONCE = 16  # numbers of a thread for which one branch decides
 
 
 def arithmetic(spec: AttentionSpec) -> Arithmetic:
     """What a kernel of `spec` computes with; in interpret mode JAX's own functions, which mean the same.
 
     The compiler's exp2 scales arguments that would give a denormal number, before and after: three more instructions
-    for each entry of a tile. Here such results are 0, as probabilities under 1e-38 may well be. Its division is exact
-    to the last bit; this one to the last but one. And it fuses no multiplication with an addition of its own accord.
+    for each entry of a tile. Here such results are 0, as probabilities under 1e-38 may well be. And it fuses no
+    multiplication with an addition of its own accord.
     """
-    return PLAIN_ARITHMETIC if spec.interpret else Arithmetic(_exp2, _reciprocal, _fma)
+    return PLAIN_ARITHMETIC if spec.interpret else Arithmetic(_exp2, _fma, _bent, _tanh_slope)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
     return _elementwise("ex2.approx.ftz.f32 $0, $1;", x)
 
 
-def _reciprocal(x: jax.Array) -> jax.Array:
-    return _elementwise("rcp.approx.ftz.f32 $0, $1;", x)
-
-
 def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return _elementwise("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
 
-def _elementwise(instruction: str, *args: Number) -> jax.Array:
-    """`instruction`, in PTX, for each number of float32 arrays, broadcast to one shape."""
+def _tanh_slope(t: jax.Array) -> jax.Array:
+    return _elementwise("{ .reg .f32 n; neg.f32 n, $1; fma.rn.f32 $0, n, $1, 0f3F800000; }", t)
+
+
+def _bent(x: jax.Array, bend: tanh.Bend) -> jax.Array:
+    return _elementwise(_bent_assembly(bend, _BENT_AT_ONCE), x, pack=_BENT_AT_ONCE)
+
+
+def _bent_assembly(bend: tanh.Bend, count: int) -> str:
+    """`tanh.bent` of `count` numbers; what is for those that are far from 0 is left out if there are none.
+
+    The sign of w is that of a number near 0, so the signs of three at a time are joined. A NaN's is not.
+    """
+    xs, results = [f"${count + n}" for n in range(count)], [f"${n}" for n in range(count)]
+    highest, *rest = map(_immediate, reversed(bend.polynomial))
+    code = ["{", f".reg .f32 w<{count}>, y;", f".reg .b32 s, b<{count}>;", ".reg .pred far;"]
+    for n, (x, result) in enumerate(zip(xs, results, strict=True)):
+        code += [f"fma.rn.f32 w{n}, {x}, {x}, {_immediate(-bend.near)};", f"mov.b32 b{n}, w{n};"]
+        totals = [highest, *[result] * (len(rest) - 1)]
+        code += [f"fma.rn.f32 {result}, {total}, w{n}, {c};" for total, c in zip(totals, rest, strict=True)]
+        code.append(f"fma.rn.f32 {result}, {result}, {x}, {_immediate(bend.offset)};")
+    code.append("mov.b32 s, b0;")
+    for n in range(1, count, 2):
+        code.append(f"lop3.b32 s, s, b{n}, b{min(n + 1, count - 1)}, 0x80;")  # and
+    code += ["setp.ge.s32 far, s, 0;", "@!far bra DONE;"]
+    for n, (x, result) in enumerate(zip(xs, results, strict=True)):
+        code += [f"mul.f32 y, {x}, {_immediate(bend.exponent)};", "ex2.approx.ftz.f32 y, y;"]
+        code += [f"add.f32 y, y, {_immediate(1)};", "rcp.approx.ftz.f32 y, y;", f"setp.ge.s32 far, b{n}, 0;"]
+        factor, one = _immediate(-2 * bend.outer), _immediate(bend.outer + bend.offset)
+        code.append(f"@far fma.rn.f32 {result}, y, {factor}, {one};")
+    return "\n".join([*code, "DONE:", "}"])
+
+
+def _immediate(x: float) -> str:
+    return f"0f{struct.pack('>f', x).hex().upper()}"
+
+
+def _elementwise(instructions: str, *args: Number, pack: int = 1) -> jax.Array:
+    """`instructions`, in PTX, for each number of float32 arrays, or `pack` of them, broadcast to one shape."""
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
+    results = ["=f"] if pack == 1 else ["=&f"] * pack  # some are written while others are still to be read
     return plgpu.elementwise_inline_asm(
-        instruction,
+        instructions,
         args=[jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in args],
-        constraints=",".join(["=f"] + ["f"] * len(args)),
-        pack=1,
+        constraints=",".join(results + ["f"] * (len(args) * pack)),
+        pack=pack,
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )[0]

@@ -108,6 +108,16 @@ class Shape:
 
         return pl.BlockSpec((None, heads, rows or x.shape[-1]), index_map)
 
+    def entries(self, x: Struct, rows: int, place: Callable) -> pl.BlockSpec:
+        """Spec for x [..., H, T, S]: `rows` of one head."""
+        example = self.example(x.shape[:-3])
+
+        def index_map(tile, head, b):
+            row, head = place(tile, head)
+            return example(b), head, row, 0
+
+        return pl.BlockSpec((None, None, rows, x.shape[-1]), index_map)
+
 
 def flat(x: jax.Array, rank: int) -> jax.Array:
     """x with its leading dims flattened into one; `rank` dims stay."""
@@ -182,8 +192,12 @@ def launch(
     tile: Tile,
     spec: AttentionSpec,
     name: str | None = None,
+    aliases: dict[int, int] | None = None,
 ) -> Callable:
-    """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is by default."""
+    """A pallas_call of `kernel` over `grid`, with (input, output) block `specs`, named as the kernel is by default.
+
+    `aliases` says, by the number of each, which input an output takes the place of.
+    """
     in_specs, out_specs = specs
     return pl.pallas_call(
         kernel,
@@ -192,6 +206,7 @@ def launch(
         out_specs=out_specs,
         out_shape=outputs,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
+        input_output_aliases=aliases or {},
         interpret=spec.interpret,
         name=name or kernel.func.__name__,
     )

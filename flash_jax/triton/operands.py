@@ -163,8 +163,8 @@ class Reader:
 
     def scoring(self, dtype: Any) -> Scoring:
         """How the call makes scores, for inputs of `dtype`."""
-        quick = jnp.dtype(dtype).itemsize < 4
-        return Scoring.of(self.spec, self.numbers, quick, arithmetic(self.spec))
+        quick, wide = jnp.dtype(dtype).itemsize < 4, jnp.dtype(dtype) != jnp.float16
+        return Scoring.of(self.spec, self.numbers, quick=quick, wide=wide, arithmetic=arithmetic(self.spec))
 
     def kv_range(self, i: Int) -> TileRange | TileList:
         """The key/value tiles that query tile i attends."""

@@ -12,6 +12,7 @@ from flash_jax.spec import AttentionSpec, BlockSizes, Operands
 from flash_jax.tiles import ranges
 
 PASSES = ("forward", "dq", "dkv")
+_STORED = {"stored": 2, "partial": 4}  # bytes of an entry of dS, which is laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
 # Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical
@@ -45,6 +46,7 @@ _TABLE = {
     ("dkv", 256, 2): Tile(32, 64, 8, 2),
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
+    ("partial", 128, 2): Tile(64, 32, 4, 3),  # so that two programs have room on a multiprocessor
     ("forward", 64, 4): Tile(64, 32, 4, 2),
     ("forward", 128, 4): Tile(64, 32, 4, 2),
     ("forward", 256, 4): Tile(16, 32, 8, 2),
@@ -84,10 +86,14 @@ _TABLE_8 = {
     ("dq", 64, 4): Tile(32, 32, 4, 2),
 }
 
+# And of these the rows that differ with a softcap, whose two ways to a tanh need still more registers.
+_TABLE_8_SOFTCAP = {("dkv", 64, 2): Tile(32, 64, 4, 3)}
+
 
 def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Tile:
-    """The tile of pass `name`, one of `PASSES` or "dbias": the user's sizes where given, else the table's, cut to fit.
+    """The tile of pass `name`: the user's sizes where given, else the table's, cut to fit.
 
+    Besides `PASSES` there are "dbias", and "stored" and "partial", which are dq with dS stored (see `_STORED`).
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
     sizes that the user gave do not fit the GPU's shared memory.
     """
@@ -97,7 +103,10 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     chosen = _overrides(spec.block_sizes, name)
     bent = spec.softcap is not None or spec.dropout_rate > 0
     long = k.shape[-3] > _LONG and spec.band[0] is None and spec.chunk_size is None and not bent
-    row = _row(capability, (name, max(64, *widths), itemsize), operands, long)
+    key = name, max(64, *widths), itemsize
+    row = _row(capability, key, operands, long)
+    if spec.softcap is not None and (capability or "").startswith("8."):
+        row = _TABLE_8_SOFTCAP.get(key, row)
     tile = dataclasses.replace(row, **chosen)
     if "block_q" not in chosen:
         tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
@@ -142,7 +151,7 @@ def _dense(operands: Operands) -> int:
 
 
 def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
-    """The table's row for a GPU; the dbias pass has that of dq where it has none of its own."""
+    """The table's row for a GPU; passes beside the three have that of dq where they have none of their own."""
     ampere = (capability or "").startswith("8.")
     if operands.mod_heads is not None:
         own = _TABLE_MOD
@@ -182,7 +191,7 @@ def shared_bytes(
         streaming += (stages + 1) * stream * 8  # lse and delta
         if itemsize == 2 and tile.num_stages == 1:  # without a pipeline one of the two is kept in a second layout
             streaming += stream * max(D, Dv) * itemsize
-    return staying + streaming
+    return staying + streaming + tile.block_q * tile.block_kv * _STORED.get(name, 0)
 
 
 def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
@@ -202,7 +211,7 @@ def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
 def _overrides(sizes: BlockSizes | None, name: str) -> dict[str, int]:
     """The fields that the user gave for pass `name`."""
     if sizes is not None and name != "forward":
-        sizes = getattr(sizes, "dq" if name == "dbias" else name) or sizes
+        sizes = getattr(sizes, name if name in PASSES else "dq") or sizes
     if sizes is None:
         return {}
     return {f.name: value for f in dataclasses.fields(Tile) if (value := getattr(sizes, f.name)) is not None}

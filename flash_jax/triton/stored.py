@@ -1,0 +1,86 @@
+"""dS written out by the kernel of dq, which has it in registers: the gradient of a bias with an entry for each.
+
+What is summed over examples is summed by one launch for each, one after the other, each adding to what the one before
+has left: in a fixed order, and in float32 until the last one writes the dtype of the bias. A launch writes each entry
+once. For a bias that heads share, and where only arrays say what is visible, there is the kernel of triton/dbias.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import ranges
+from flash_jax.triton.dq import query_pass
+from flash_jax.triton.entries import Residuals
+from flash_jax.triton.launch import Shape, flat
+from flash_jax.triton.tiling import tile_for
+
+_ENOUGH = 256  # programs of one launch that keep a GPU busy
+
+
+def _is_served(
+    residuals: Residuals, operands: Operands, lead: tuple[int, ...], target: jax.ShapeDtypeStruct, spec: AttentionSpec
+) -> bool:
+    """Whether the kernel of dq can give this gradient, and is the faster way to it."""
+    shape = Shape.of(*residuals[:3], lead)
+    *own, heads, T, S = target.shape
+    unknown = ranges.is_scanned(operands) or spec.mask_mod is not None
+    if unknown or operands.mask is not None or (heads, T, S) != (shape.H, shape.T, shape.S):
+        return False
+    programs = pl.cdiv(T, tile_for("dq", spec, *residuals[:3], operands).block_q) * heads
+    return tuple(own) == lead or (all(n == 1 for n in own) and programs >= _ENOUGH)
+
+
+def query_and_bias_pass(
+    residuals: Residuals,
+    operands: Operands,
+    lead: tuple[int, ...],
+    sums: tuple[str, ...],
+    dtype: jnp.dtype | None,
+    spec: AttentionSpec,
+    target: jax.ShapeDtypeStruct | None,
+) -> tuple[Any, dict[str, jax.Array], jax.Array | None]:
+    """What `query_pass` gives, and the gradient of the bias like `target`, None where it takes a kernel of its own."""
+    if dtype is None and not sums:
+        return None, {}, None
+    if dtype is None or target is None or not _is_served(residuals, operands, lead, target, spec):
+        return query_pass(residuals, operands, lead, sums, dtype, spec)
+    if target.shape[:-3] == lead:
+        return query_pass(residuals, operands, lead, sums, dtype, spec, target)
+    return _by_turns(residuals, operands, lead, (sums, dtype, spec), target)
+
+
+def _by_turns(
+    residuals: Residuals, operands: Operands, lead: tuple[int, ...], how: tuple[Any, Any, Any], target: Any
+) -> tuple:
+    """One example after the other, the gradient so far handed on."""
+    shape = Shape.of(*residuals[:3], lead)
+    one, turns = (1,) * len(lead), shape.examples
+    partial = jax.ShapeDtypeStruct(target.shape, jnp.float32)
+
+    def launch(turn, before, target):
+        def own(x):
+            index = jnp.asarray(shape.example(x.shape[: len(lead)])(jnp.asarray(turn, jnp.int32)), jnp.int32)
+            here = lax.dynamic_index_in_dim(flat(x, x.ndim - len(lead)), index, keepdims=False)
+            return here.reshape(*one, *here.shape)
+
+        own_residuals, own_operands = Residuals(*map(own, residuals)), operands.map(lambda _, x: own(x))
+        dq, found, before = query_pass(own_residuals, own_operands, one, *how, target, before)
+        return before, (dq, found)
+
+    before, first = launch(0, None, partial)
+    before, others = lax.scan(lambda before, turn: launch(turn, before, partial), before, jnp.arange(1, turns - 1))
+    total, last = launch(turns - 1, before, target)
+
+    def joined(first, others, last, axis):
+        first, last = first[None], last[None]
+        x = jnp.moveaxis(jnp.concatenate([first, others, last]), 0, axis)
+        return x.reshape(*x.shape[:axis], *lead, *x.shape[axis + 1 + len(lead) :])
+
+    dq = joined(first[0], others[0], last[0], 0)
+    found = {name: joined(first[1][name], others[1][name], last[1][name], 1) for name in first[1]}
+    return dq, found, total
