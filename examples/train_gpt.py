@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from flax.linen.spmd import logical_to_mesh_sharding
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -162,7 +163,7 @@ def shardings(names, mesh):
     """How arrays lie on the mesh, by RULES: a tree of shardings for a tree of the names of dims, `P("batch", ...)`."""
     if mesh is None:
         return None
-    return nn.logical_to_mesh_sharding(names, mesh, [rule for rule in RULES if rule[1] in mesh.axis_names])
+    return logical_to_mesh_sharding(names, mesh, [rule for rule in RULES if rule[1] in mesh.axis_names])
 
 
 def initial_state(model, optimizer, seed, mesh=None):
