@@ -3,6 +3,7 @@
     python examples/train_gpt.py                     # the source of Python's standard library, a model for this device
     python examples/train_gpt.py --data book.txt --out runs/book
     python examples/train_gpt.py --data book.txt --out runs/book --resume --steps 4000
+    python examples/train_gpt.py --mesh data=2,tensor=2,seq=2            # on eight devices; any of the axes will do
 
 On a CPU the default is a small model that trains in a few minutes; on a GPU it has GPT-2 small's shape (12 layers of
 width 768, 12 heads, 1024 tokens), computes in bfloat16 and keeps its parameters in float32. Tokens are bytes, so losses
@@ -13,6 +14,11 @@ one tree, which one jitted function takes, donates and returns, and a checkpoint
 
 A step depends on the state, the seed and its own number only (neither batches nor learning rate depend on `--steps`),
 so a run that was stopped and resumed is, bit for bit, the run that never stopped. Ctrl-C saves and stops.
+
+With `--mesh` the devices of this machine share the work, and losses are those of one device but for rounding. "data"
+cuts the batch; "tensor" the heads and the MLP's width, with their weights and what the optimiser keeps of these; "seq"
+the tokens of each example: attention keeps its queries cut, and gathers keys and values. RULES says where each array
+lies; all communication is the compiler's. A run may be resumed on another mesh, and is then the same but for rounding.
 """
 
 import argparse
@@ -21,6 +27,7 @@ import functools
 import importlib
 import json
 import logging
+import math
 import signal
 import sys
 import sysconfig
@@ -33,6 +40,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from flax.linen.spmd import logical_to_mesh_sharding
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from flash_jax.flax.linen import SelfAttention
 
@@ -41,6 +51,10 @@ CPU = {"layers": 4, "dim": 128, "heads": 4, "length": 128, "batch_size": 16, "st
 GPU = {"layers": 12, "dim": 768, "heads": 12, "length": 1024, "batch_size": 32, "steps": 2000, "learning_rate": 6e-4}
 # What stays the same when a run is resumed, beside its text.
 SETTINGS = ("layers", "dim", "heads", "length", "batch_size", "learning_rate", "dtype", "seed")
+# The name of a dim, and the axis of --mesh over which it is cut; SelfAttention names the dims of its own parameters.
+RULES = [("batch", "data"), ("length", "seq"), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor")]
+# The axes of --mesh, and the setting that the devices along each of them share evenly.
+MESH_AXES = {"data": "batch_size", "seq": "length", "tensor": "heads"}
 WARMUP_STEPS = 100
 VALIDATION_BATCHES = 8
 # Dense bfloat16 TFLOP/s by a part of the device's name.
@@ -78,13 +92,19 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """The logits; with `decode` the tokens continue those in the KV cache."""
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+
+        def dense(width, *names):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+            return nn.Dense(width, use_bias=False, dtype=self.dtype, kernel_init=init)
+
         normalised = functools.partial(nn.RMSNorm, dtype=self.dtype)
         x = nn.Embed(VOCABULARY, self.dim, dtype=self.dtype, embedding_init=nn.initializers.normal(0.02))(tokens)
         for _ in range(self.layers):
             options = {"dtype": self.dtype, "implementation": self.attention, "decode": self.decode}
             x = x + SelfAttention(self.heads, **options)(normalised()(x))
-            x = x + dense(self.dim)(nn.gelu(dense(4 * self.dim)(normalised()(x))))
+            # Flax numbers layers as they are made, and checkpoints name them so.
+            narrow, wide = dense(self.dim, "mlp", "embed"), dense(4 * self.dim, "embed", "mlp")
+            x = x + narrow(nn.gelu(wide(normalised()(x))))
         return nn.Dense(VOCABULARY, use_bias=False)(normalised()(x).astype(jnp.float32))
 
 
@@ -132,36 +152,57 @@ def make_optimizer(peak):
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def initial_state(model, optimizer, seed):
+def make_mesh(sizes):
+    """A mesh of devices with these axes; None, for one device, without any."""
+    if not sizes:
+        return None
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def shardings(names, mesh):
+    """How arrays lie on the mesh, by RULES: a tree of shardings for a tree of the names of dims, `P("batch", ...)`."""
+    if mesh is None:
+        return None
+    return logical_to_mesh_sharding(names, mesh, [rule for rule in RULES if rule[1] in mesh.axis_names])
+
+
+def initial_state(model, optimizer, seed, mesh=None):
     """The tree that a run is made of: parameters, optimiser state, and the number of steps taken."""
 
-    def make(key):
-        params = nn.unbox(model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
+    def named(key):  # each parameter, and what the optimiser keeps of it, boxed with the names of its dims
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
         return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
-    return jax.jit(make)(jax.random.key(seed))
+    key = jax.random.key(seed)
+    names = nn.get_partition_spec(jax.eval_shape(named, key))
+    return jax.jit(lambda key: nn.unbox(named(key)), out_shardings=shardings(names, mesh))(key)
 
 
-def mean_loss(params, batch, model):
+def mean_loss(params, batch, model, mesh=None):
     """Cross entropy in nats per byte of batch [B, T + 1]."""
     tokens = batch.astype(jnp.int32)
-    logits = model.apply({"params": params}, tokens[:, :-1])
+    seen = tokens[:, :-1]
+    if mesh is not None:  # whatever is computed from the tokens then lies as they do
+        seen = jax.lax.with_sharding_constraint(seen, shardings(P("batch", "length"), mesh))
+    logits = model.apply({"params": params}, seen)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def train_step(state, batch, model, optimizer):
+def train_step(state, batch, model, optimizer, mesh=None):
     """(the next state, the loss before it)."""
-    loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch, model)
+    loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch, model, mesh)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
 
-def compiled(model, optimizer, state, args):
+def compiled(model, optimizer, state, args, mesh=None):
     """(train step, validation loss), compiled for their one shape: nothing is traced once training runs."""
-    batch = jax.ShapeDtypeStruct((args.batch_size, args.length + 1), jnp.uint8)
-    step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer), donate_argnums=0)
-    validation_loss = jax.jit(functools.partial(mean_loss, model=model))
+    batch = jax.ShapeDtypeStruct((args.batch_size, args.length + 1), jnp.uint8, sharding=shardings(P("batch"), mesh))
+    stays = None if mesh is None else (jax.tree.map(lambda x: x.sharding, state), shardings(P(), mesh))
+    step = functools.partial(train_step, model=model, optimizer=optimizer, mesh=mesh)
+    step = jax.jit(step, donate_argnums=0, out_shardings=stays)
+    validation_loss = jax.jit(functools.partial(mean_loss, model=model, mesh=mesh))
     return step.lower(state, batch).compile(), validation_loss.lower(state["params"], batch).compile()
 
 
@@ -207,11 +248,12 @@ def first_interrupt():
 
 
 class Progress:
-    """A bar with loss, tokens/s and, on a GPU whose peak is known, model FLOPs utilisation (MFU)."""
+    """A bar with loss, tokens/s and, on GPUs whose peak is known, model FLOPs utilisation (MFU), of all devices."""
 
     def __init__(self, first, weights, args):
         kind = jax.devices()[0].device_kind if args.dtype == "bfloat16" else ""
-        self.peak = next((1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in kind), None)
+        devices = math.prod(args.mesh.values())
+        self.peak = next((devices * 1e12 * tflops for name, tflops in PEAK_TFLOPS.items() if name in kind), None)
         # Products of the forward and backward pass: 6 per weight, and attention as in the FlashAttention-2 paper.
         self.flops_per_token = 6 * weights + 12 * args.layers * args.dim * args.length
         self.tokens, self.clock = args.batch_size * args.length, time.perf_counter()
@@ -324,6 +366,21 @@ def sample(params, model, prompt, length, seed, temperature=0.8):
     return prompt.tobytes() + np.asarray(new, np.uint8).tobytes()
 
 
+def mesh_sizes(text):
+    """{axis: devices} of "data=2,tensor=4", in the order of MESH_AXES and without axes of one device."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis not in MESH_AXES:
+            raise argparse.ArgumentTypeError(f"the axes are {', '.join(MESH_AXES)}; got {axis!r}")
+        if axis in sizes:
+            raise argparse.ArgumentTypeError(f"{axis} is given twice")
+        if not number.isdecimal() or not int(number):
+            raise argparse.ArgumentTypeError(f"{axis} must be a positive number of devices; got {number!r}")
+        sizes[axis] = int(number)
+    return {axis: sizes[axis] for axis in MESH_AXES if sizes.get(axis, 1) > 1}
+
+
 def parse(argv):
     """The flags, with the defaults that suit the device; flags that cannot be right end the program with one line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -332,6 +389,9 @@ def parse(argv):
     parser.add_argument("--data", help="a file or folder to train on; Python's standard library without it")
     parser.add_argument("--out", help="folder of the run; without it a new one, runs/gpt-DATE-TIME")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, default={}, help="such as data=2,seq=2,tensor=2; default: one device"
+    )
     parser.add_argument("--attention", choices=["auto", "triton", "xla", "reference"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and sample; default: 0")
@@ -342,6 +402,12 @@ def parse(argv):
     for name in sizes:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0; got {getattr(args, name)}")
+    if math.prod(args.mesh.values()) > jax.device_count():
+        parser.error(f"--mesh asks for {math.prod(args.mesh.values())} devices; there are {jax.device_count()}")
+    for axis, size in args.mesh.items():
+        if getattr(args, name := MESH_AXES[axis]) % size:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} must be divisible by {axis} of --mesh; got {getattr(args, name)} and {size}")
     if args.seed < 0:
         parser.error(f"--seed must not be negative; got {args.seed}")
     if args.dim % (2 * args.heads):
@@ -362,14 +428,15 @@ def run(argv):
     attention = None if args.attention == "auto" else args.attention
     model = GPT(args.layers, args.dim, args.heads, args.dtype, attention)
     optimizer = make_optimizer(args.learning_rate)
-    state = initial_state(model, optimizer, args.seed)
+    mesh = make_mesh(args.mesh)
+    state = initial_state(model, optimizer, args.seed, mesh)
     if args.resume:
         state = out.resumed(state)
         if int(state["step"]) >= args.steps:
             raise UserError(f"--steps: the run in {args.out} has taken {int(state['step'])} steps already")
     weights, size = optax.tree.size(state["params"]) / 1e6, sum(map(len, texts)) / 1e6
     print(f"{weights:.1f}M weights, {size:.1f} MB of text, run in {args.out}; compiling")
-    state = train(state, compiled(model, optimizer, state, args), texts, args, out)
+    state = train(state, compiled(model, optimizer, state, args, mesh), texts, args, out)
     out.draw()
     if int(state["step"]) < args.steps:
         print(f"stopped after step {state['step']}")

@@ -1,8 +1,14 @@
-"""The training example: it learns, resumes bit for bit, stops when asked, and says in one line what is wrong."""
+"""The training example: it learns, resumes bit for bit, stops when asked, and says in one line what is wrong.
 
+On a mesh of devices it does the same, and its compiled step moves what it must and nothing else.
+"""
+
+import functools
 import importlib.util
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +24,8 @@ from jax.experimental.compilation_cache import compilation_cache
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = ["--layers", "1", "--dim", "16", "--heads", "2", "--length", "16", "--batch-size", "4", "--seed", "3"]
 FAST = ["--learning-rate", "0.02", "--eval-every", "20"]
+ALL_AXES = ["--mesh", "seq=2,data=2,tensor=2"]
+COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,6 +69,40 @@ def whole_run(example, text, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     assert example.main([*TINY, *FAST, "--data", str(text), "--steps", "40", "--out", str(out)]) == 0
     return out
+
+
+@pytest.fixture(scope="module")
+def run_on_a_mesh(example, text, tmp_path_factory):
+    """The folder of a run of 10 steps on eight devices, with checkpoints at 5 and 10."""
+    out = tmp_path_factory.mktemp("mesh") / "run"
+    flags = [*TINY, *FAST, "--eval-every", "5", "--steps", "10", *ALL_AXES]
+    assert example.main([*flags, "--data", str(text), "--out", str(out)]) == 0
+    return out
+
+
+@functools.cache
+def trained(example, text, axes):
+    """(losses of the first 10 steps, state after them, train step, arguments) on a mesh with these axes."""
+    args = example.parse([*TINY, *FAST, "--mesh", axes])
+    mesh = example.make_mesh(args.mesh)
+    model = example.GPT(args.layers, args.dim, args.heads, args.dtype, None)
+    optimizer = example.make_optimizer(args.learning_rate)
+    state = example.initial_state(model, optimizer, args.seed, mesh)
+    step, _ = example.compiled(model, optimizer, state, args, mesh)
+    training, found = example.read_text(str(text))[0], []
+    for number in range(1, 11):
+        state, loss = step(state, example.training_batch(training, number, args))
+        found.append(float(loss))
+    return found, state, step, args
+
+
+def collectives(program):
+    """(kind, number of elements of each array) of every collective of a compiled program."""
+    shapes = re.compile(r"\w+\[([\d,]*)\]")
+    return [
+        (kind, [math.prod(map(int, filter(None, dims.split(",")))) for dims in shapes.findall(result)])
+        for result, kind in COLLECTIVE.findall(program.as_text())
+    ]
 
 
 def records(out):
@@ -138,6 +180,81 @@ def test_attention_changes_nothing_but_rounding(example, text, whole_run, tmp_pa
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.multi_device
+@pytest.mark.parametrize("axes", ["data=2", "tensor=2", "seq=2", "data=4,seq=2"])
+def test_on_a_mesh_losses_are_those_of_one_device(example, text, whole_run, axes):
+    found = trained(example, text, axes)[0]
+    np.testing.assert_allclose(found, [r["loss"] for r in records(whole_run)][:10], atol=1e-4, rtol=0)
+    assert found[-1] < found[0] - 0.5
+
+
+@pytest.mark.multi_device
+def test_a_run_on_a_mesh_is_that_of_one_device(whole_run, run_on_a_mesh):
+    found, expected = ([r["loss"] for r in records(out)] for out in (run_on_a_mesh, whole_run))
+    np.testing.assert_allclose(found, expected[:10], atol=1e-4, rtol=0)
+    assert [r["step"] for r in records(run_on_a_mesh) if "val_loss" in r] == [5, 10]
+    assert len((run_on_a_mesh / "sample.txt").read_bytes()) == 16
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("flags", [ALL_AXES, []], ids=["same-mesh", "one-device"])
+def test_resuming_what_a_mesh_began(example, text, run_on_a_mesh, tmp_path, flags):
+    out = tmp_path / "copy"
+    shutil.copytree(run_on_a_mesh, out)
+    shutil.rmtree(out / "checkpoints" / "10")
+    flags = [*TINY, *FAST, "--eval-every", "5", "--steps", "10", *flags]
+    assert example.main([*flags, "--data", str(text), "--out", str(out), "--resume"]) == 0
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if "--mesh" not in flags else {"rtol": 0, "atol": 0}
+    for resumed, whole in zip(losses(out)[4::5], losses(run_on_a_mesh)[4::5], strict=True):
+        np.testing.assert_allclose(resumed, whole, **tolerance)
+    for resumed, whole in zip(parameters(out, 10), parameters(run_on_a_mesh, 10), strict=True):
+        np.testing.assert_allclose(resumed, whole, **tolerance)
+
+
+@pytest.mark.multi_device
+def test_over_data_only_gradients_travel(example, text):
+    _, state, step, _ = trained(example, text, "data=2")
+    weights = sum(x.size for x in jax.tree.leaves(state["params"]))
+    found = collectives(step)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert sum(sum(sizes) for _, sizes in found) == weights + 1  # and the loss
+
+
+@pytest.mark.multi_device
+def test_over_tensor_weights_stay_where_they_are(example, text):
+    _, state, step, args = trained(example, text, "tensor=2")
+    for tree in (state["params"], state["opt_state"][1][0].mu, state["opt_state"][1][0].nu):
+        layers = [tree["SelfAttention_0"][name]["kernel"] for name in ("query", "key", "value", "out")]
+        for x in [*layers, tree["Dense_0"]["kernel"], tree["Dense_1"]["kernel"]]:
+            assert x.addressable_shards[0].data.size == x.size // 2  # also after ten steps
+    found = collectives(step)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    activations = args.batch_size * args.length * args.dim
+    assert {size for _, sizes in found for size in sizes} == {1, activations}  # 1: the norm of the gradients
+
+
+@pytest.mark.multi_device
+def test_over_seq_keys_and_values_are_gathered_and_nothing_else(example, text):
+    _, state, step, args = trained(example, text, "seq=2")
+    weights = [x.size for x in jax.tree.leaves(state["params"])]
+    activations = args.batch_size * args.length * args.dim
+    found = collectives(step)
+    assert [sizes for kind, sizes in found if kind == "all-gather"] == [[activations]] * 2 * args.layers
+    summed = [size for kind, sizes in found if kind == "all-reduce" for size in sizes]
+    # Gradients of the weights, of keys and values, and the loss.
+    assert sorted(summed) == sorted([*weights, activations, activations, 1])
+    # The byte after a device's last, which the loss compares its last logits with.
+    others = [(kind, sizes) for kind, sizes in found if kind not in ("all-gather", "all-reduce")]
+    assert others == [("collective-permute", [args.batch_size])]
+
+
+def test_mfu_is_of_all_devices(example, monkeypatch):
+    monkeypatch.setattr(example, "PEAK_TFLOPS", {jax.devices()[0].device_kind: 100})
+    monkeypatch.setattr(example, "optional", lambda *_: None)
+    peaks = [example.Progress(0, 10, example.parse(["--dtype", "bfloat16", *mesh])).peak for mesh in ([], ALL_AXES)]
+    assert peaks == [1e14, 8e14]
+
+
 def test_a_sample_by_the_cache_is_what_the_whole_forward_pass_gives(example):
     model = example.GPT(layers=1, dim=16, heads=2, dtype="float32", attention=None)
     state = example.initial_state(model, example.make_optimizer(1e-3), seed=0)
@@ -176,6 +293,14 @@ def test_the_standard_library_is_the_default_text(example):
         (["--attention", "magic"], "invalid choice: 'magic'"),
         (["--resume"], "--resume needs --out"),
         (["--seed", "-1"], "--seed must not be negative; got -1"),
+        (["--mesh", "data=2,model=2"], "--mesh: the axes are data, seq, tensor; got 'model'"),
+        (["--mesh", "data=two"], "--mesh: data must be a positive number of devices; got 'two'"),
+        (["--mesh", "seq=0"], "--mesh: seq must be a positive number of devices; got '0'"),
+        (["--mesh", "data=2,data=2"], "--mesh: data is given twice"),
+        (["--mesh", "data=100"], "--mesh asks for 100 devices; there are "),
+        (["--mesh", "data=4", "--batch-size", "6"], "--batch-size must be divisible by data of --mesh; got 6 and 4"),
+        (["--mesh", "seq=2", "--length", "15"], "--length must be divisible by seq of --mesh; got 15 and 2"),
+        (["--mesh", "tensor=4"], "--heads must be divisible by tensor of --mesh; got 2 and 4"),
     ],
 )
 def test_wrong_flags_are_one_line(example, capsys, flags, text_of_error):
@@ -236,10 +361,12 @@ def test_without_the_optional_packages_it_trains_and_says_so_once(example, capsy
     assert "there is no checkpoint" in fails(example, capsys, "--data", text, "--out", out, "--resume")
 
 
-def test_interrupting_saves_and_stops(text, tmp_path):
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "data=2"]], ids=["one-device", "mesh"])
+def test_interrupting_saves_and_stops(text, tmp_path, mesh):
     out = tmp_path / "run"
-    command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), *TINY, *mesh, "--data", str(text), "--out", str(out)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SCRIPT.parents[1])}
+    environment |= {"JAX_NUM_CPU_DEVICES": "2"} if mesh else {}
     process = subprocess.Popen(
         [*command, "--steps", "1000000", "--eval-every", "1000000"],
         env=environment,
