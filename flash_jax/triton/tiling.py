@@ -11,7 +11,7 @@ from flash_jax import compat
 from flash_jax.spec import AttentionSpec, BlockSizes, Operands
 from flash_jax.tiles import ranges
 
-PASSES = ("forward", "dq", "dkv")
+PASSES = ("forward", "dq", "dkv", "tangent")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
 # Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical
@@ -32,7 +32,7 @@ class Tile:
 
 # (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the
 # registers and spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the
-# row of 64.
+# row of 64. The rows of "tangent" are by registers and spills alone: not timed yet.
 _TABLE = {
     ("forward", 64, 2): Tile(128, 64, 4, 3),
     ("forward", 128, 2): Tile(128, 64, 4, 2),
@@ -45,6 +45,9 @@ _TABLE = {
     ("dkv", 256, 2): Tile(32, 64, 8, 2),
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
+    ("tangent", 64, 2): Tile(64, 64, 4, 3),
+    ("tangent", 128, 2): Tile(128, 64, 8, 2),
+    ("tangent", 256, 2): Tile(64, 32, 4, 2),
     ("forward", 64, 4): Tile(64, 32, 4, 2),
     ("forward", 128, 4): Tile(64, 32, 4, 2),
     ("forward", 256, 4): Tile(16, 32, 8, 2),
@@ -54,6 +57,9 @@ _TABLE = {
     ("dkv", 64, 4): Tile(32, 64, 8, 2),
     ("dkv", 128, 4): Tile(32, 32, 8, 2),
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
+    ("tangent", 64, 4): Tile(64, 32, 4, 2),
+    ("tangent", 128, 4): Tile(16, 32, 8, 2),
+    ("tangent", 256, 4): Tile(16, 16, 8, 2),
 }
 
 # The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
@@ -82,6 +88,11 @@ _TABLE_8 = {
     ("dkv", 64, 4): Tile(16, 64, 4, 2),
     ("forward", 128, 4): Tile(32, 32, 4, 2),
     ("dq", 64, 4): Tile(32, 32, 4, 2),
+    ("tangent", 64, 2): Tile(64, 64, 4, 2),
+    ("tangent", 128, 2): Tile(128, 32, 8, 2),
+    ("tangent", 256, 2): Tile(64, 16, 8, 2),
+    ("tangent", 64, 4): Tile(32, 32, 4, 2),
+    ("tangent", 256, 4): Tile(16, 16, 8, 1),
 }
 
 
@@ -89,7 +100,7 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     """The tile of pass `name`, one of `PASSES` or "dbias": the user's sizes where given, else the table's, cut to fit.
 
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
-    sizes that the user gave do not fit the GPU's shared memory.
+    sizes that the user gave for this pass do not fit the GPU's shared memory.
     """
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     itemsize = q.dtype.itemsize
@@ -108,7 +119,8 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
     size = sizer(name, spec, q, k, v, operands)
     needed = size(tile)
-    if needed > limit and chosen:
+    inherited = name == "tangent" and spec.block_sizes is not None and spec.block_sizes.tangent is None
+    if needed > limit and chosen and not inherited:
         smaller = _shrink(tile, size, limit)
         raise ValueError(
             f"`block_sizes` for the {name} pass needs about {needed / 1024:.0f} KiB of shared memory, and {device} has "
@@ -123,7 +135,7 @@ def sizer(
 ) -> Callable[[Tile], int]:
     """`shared_bytes` of pass `name` of this call, as a function of the tile."""
     widths = padded(q.shape[-1]), padded(v.shape[-1])
-    length, dense = _ragged(name, spec, q, k), _dense(operands)
+    length, dense = _ragged(name, spec, q, k), _dense(operands, twice=name == "tangent")
     return functools.partial(shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense)
 
 
@@ -135,10 +147,10 @@ def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int |
     return whole if given is None else given
 
 
-def _dense(operands: Operands) -> int:
-    """Bytes that bias and mask have for each entry of a tile."""
-    dense = (x for x in (operands.bias, operands.mask) if x is not None and 1 not in x.shape[-2:])
-    return sum(x.dtype.itemsize for x in dense)
+def _dense(operands: Operands, twice: bool = False) -> int:
+    """Bytes that bias (its tangent too, if `twice`) and mask have for each entry of a tile."""
+    arrays = (operands.bias, operands.bias if twice else None, operands.mask)
+    return sum(x.dtype.itemsize for x in arrays if x is not None and 1 not in x.shape[-2:])
 
 
 def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
@@ -173,9 +185,10 @@ def shared_bytes(
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
-    staying = stay * (D if name == "forward" else D + Dv) * itemsize
+    staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
-    streaming = stages * (stream * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
+    arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents
+    streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
     if name == "dkv":
