@@ -40,6 +40,10 @@ class Given(NamedTuple):
     out: Any
     lse: Any
 
+    def flattened(self) -> "Given":
+        """The arrays with their leading dims flattened into one."""
+        return Given(*(flat(x, 3) for x in self[:4]), *(flat(x, 2) for x in self[4:]))
+
 
 class Moving(NamedTuple):
     """Their tangents, None where there is none: of q, k, v, and of operands, of whose `mods` those alone that move."""
@@ -48,6 +52,11 @@ class Moving(NamedTuple):
     k: Any
     v: Any
     extra: Inputs
+
+    def flattened(self, shape: Shape) -> "Moving":
+        """The arrays with their leading dims flattened into one."""
+        q, k, v = (None if x is None else flat(x, 3) for x in (self.q, self.k, self.v))
+        return Moving(q, k, v, flattened(self.extra, shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +203,11 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
     if scores.shift:
         found = over(seen, block.add_shift, Sums(None, zero, zero))
         base = jnp.where(found.p > 0, found.p_ds / jnp.where(found.p > 0, found.p, 1), 0)
-    exact = refs.q.dtype == jnp.float32
-    start = Sums(columns.zeros(tile.block_q, shape.Dv, refs.v.dtype), zero, zero if exact else None)
+    idle = not (block.turns or moving.v is not None or refs.q.dtype == jnp.float32)  # the sinks move alone
+    start = Sums(columns.zeros(tile.block_q, shape.Dv, refs.v.dtype), zero, None if idle else zero)
 
     def run(careful):
-        if not (block.turns or moving.v is not None or exact):  # sinks alone
+        if idle:
             return start
         add = functools.partial(block.add, base=base, careful=careful)
         return over(seen.all_partial() if careful else seen, add, start)
@@ -223,9 +232,9 @@ def _all_zero(x: columns.Columns) -> jax.Array:
 def _finished(
     found: Sums, out: columns.Columns, row: tuple, sinks: tuple, spec: AttentionSpec
 ) -> tuple[columns.Columns, jax.Array]:
-    """(d out, d lse) of sums over all tiles; `row`: lse, whether it is alive, base; `sinks`: theirs and their tangent's.
+    """(d out, d lse) of sums over all tiles; a row that is not alive has only what the sink gives to lse.
 
-    Rows that are not alive have only what the sink gives to lse, whatever their sums are.
+    `row` is lse, whether it is alive, and base; `sinks` are the sink and its tangent.
     """
     lse, alive, base = row
     sink, d_sink = sinks
@@ -233,7 +242,7 @@ def _finished(
     base = None if base is None else jnp.where(alive, base, 0)
     p_sink = None if sink is None else jnp.where(lse == -jnp.inf, 0, jnp.exp(sink - lse))
     factor = jnp.full_like(lse, 1 / (1 - spec.dropout_rate))
-    if found.p is not None:  # without the rounding of lse; see docs/semantics.md
+    if found.p is not None:  # without the rounding of lse, of which d lse would have as much
         norm = row_norm(jnp.where(alive, found.p, 0), p_sink)
         factor, d_lse = factor * norm, d_lse * norm
         p_sink = None if p_sink is None else p_sink * norm
@@ -288,16 +297,14 @@ def tangent(
         tile,
         spec,
     )
-    flat_given = Given(*(flat(x, 3) for x in given[:4]), flat(lse, 2))
-    flat_moving = Moving(*(None if x is None else flat(x, 3) for x in moving[:3]), flattened(moving.extra, shape))
-    d_out_flat, d_lse_flat = call(flattened(extra, shape), flat_given, flat_moving)
+    d_out_flat, d_lse_flat = call(flattened(extra, shape), given.flattened(), moving.flattened(shape))
     return d_out_flat.reshape(d_out.shape), d_lse_flat.reshape(d_lse.shape)
 
 
 def _moving(tangents: dict[str, jax.Array], count: int) -> tuple[Moving, tuple[int, ...]]:
     """(the tangents in their places, numbers of the mod_operands, of which there are `count`, that have one)."""
-    rest = dict(tangents)
-    of_arrays = (rest.pop(name, None) for name in ("query", "key", "value"))
-    mods = tuple(n for n in range(count) if f"mods.{n}" in rest)
-    moved = tuple(rest.pop(f"mods.{n}") for n in mods)
-    return Moving(*of_arrays, Inputs(Operands(**rest, mods=moved), None, None, None)), mods
+    mods = tuple(n for n in range(count) if f"mods.{n}" in tangents)
+    others = {name: tangents[name] for name in ("scale", "bias", "alibi_slopes", "sinks") if name in tangents}
+    moved = Operands(**others, mods=tuple(tangents[f"mods.{n}"] for n in mods))
+    q, k, v = (tangents.get(name) for name in ("query", "key", "value"))
+    return Moving(q, k, v, Inputs(moved, None, None, None)), mods

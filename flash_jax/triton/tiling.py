@@ -10,6 +10,7 @@ import jax
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, BlockSizes, Operands
 from flash_jax.tiles import ranges
+from flash_jax.tiles.reads import reads_of
 
 PASSES = ("forward", "dq", "dkv", "tangent")
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
@@ -70,6 +71,8 @@ _TABLE_MOD = {
     ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dkv", 64, 2): Tile(32, 64, 4, 2),
     ("dkv", 128, 2): Tile(32, 64, 4, 2),
+    ("tangent", 64, 2): Tile(64, 64, 4, 2),
+    ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
 # The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
@@ -135,7 +138,8 @@ def sizer(
 ) -> Callable[[Tile], int]:
     """`shared_bytes` of pass `name` of this call, as a function of the tile."""
     widths = padded(q.shape[-1]), padded(v.shape[-1])
-    length, dense = _ragged(name, spec, q, k), _dense(operands, twice=name == "tangent")
+    moving = name == "tangent"
+    length, dense = _ragged(name, spec, q, k), _dense(operands, twice=moving) + _gathered(spec, twice=moving)
     return functools.partial(shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense)
 
 
@@ -151,6 +155,12 @@ def _dense(operands: Operands, twice: bool = False) -> int:
     """Bytes that bias (its tangent too, if `twice`) and mask have for each entry of a tile."""
     arrays = (operands.bias, operands.bias if twice else None, operands.mask)
     return sum(x.dtype.itemsize for x in arrays if x is not None and 1 not in x.shape[-2:])
+
+
+def _gathered(spec: AttentionSpec, twice: bool = False) -> int:
+    """Bytes that mods, by reads with an index for each entry of a tile, load for it (tangents too, if `twice`)."""
+    reads = [read for mod in (spec.score_mod, spec.mask_mod) if mod is not None for read in reads_of(mod)]
+    return (8 if twice else 4) * sum(read.kind not in ("rows", "columns") for read in reads)
 
 
 def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
@@ -180,8 +190,8 @@ def shared_bytes(
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
     `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
-    one is loaded beside the loop's. `dense` are the bytes of bias and mask that each entry reads. The compile lane
-    holds this against what the compiler asks for.
+    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads. The compile
+    lane holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
