@@ -30,8 +30,9 @@ HEAD_DIMS = (32, 64, 128, 256, 40, 80, 192)
 # A kernel that spills waits for memory in its innermost loop. The table's entries stay below these bytes a thread; a
 # change of a kernel (or of the compiler) that needs more is worth another look.
 MAX_SPILLED = {"bfloat16": 512, "float16": 512, "float32": 2048}
-# The tangent kernel holds twice as much of float32 as of 16 bits, and twice as many arrays as the forward kernel.
-MAX_SPILLED_BY_TANGENTS = {"bfloat16": 64, "float16": 64, "float32": 2560}
+# The tangent kernel holds next to nothing in memory but at a head dim of 256 in float32, where the smallest tile does.
+MAX_SPILLED_BY_TANGENTS = {"bfloat16": 64, "float16": 64, "float32": 256}
+MAX_SPILLED_BY_WIDE_TANGENTS = 8192
 SERIALISED = {"C7512", "C7515"}  # ptxas's notes of products that wait for each other
 # With mods, for which the table has no entries of their own; "entry" has a sine, whose range reduction needs memory.
 MAX_SPILLED_BY_MODS = {"entry": 10240}
@@ -104,7 +105,8 @@ def test_tangents(head_dim, dtype, target, record_property):
     x = struct(1, T, HEADS, head_dim, dtype=dtype)
     for causal in (True, False):
         label = f"D{head_dim} {dtype} {'causal' if causal else 'full'}"
-        limit = MAX_SPILLED_BY_TANGENTS[dtype]
+        wide = (dtype, head_dim) == ("float32", 256)
+        limit = MAX_SPILLED_BY_WIDE_TANGENTS if wide else MAX_SPILLED_BY_TANGENTS[dtype]
         check_tangents(target, label, limit, record_property, {"causal": causal}, (x, x, x, {}))
 
 
@@ -126,7 +128,7 @@ def test_tangents_of_options(option, head_dim, target, record_property):
     options, shapes = TANGENTS[option]
     x = struct(2, T, 4, head_dim)
     riding = jax.tree.map(lambda s: struct(*s, dtype="float32"), shapes(c), is_leaf=_is_shape)
-    check_tangents(target, f"D{head_dim} bfloat16 {option}", 64, record_property, options, (x, x, x, riding))
+    check_tangents(target, f"D{head_dim} bfloat16 {option}", 256, record_property, options, (x, x, x, riding))
 
 
 def _is_shape(x):

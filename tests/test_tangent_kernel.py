@@ -97,7 +97,7 @@ BOTH = ("none", "all")
     "option, name",
     [(x, FEWER_QUERIES) for n, x in enumerate(OPTIONS) if n % 2 or x in BOTH]
     + [(x, MORE_QUERIES) for n, x in enumerate(OPTIONS) if n % 2 == 0 or x in BOTH],
-    ids=lambda x: x,
+    ids=str,
 )
 def test_option(attend, option, name):
     """Half of them with fewer queries than keys in float32, half with more in bfloat16."""
@@ -117,7 +117,7 @@ def test_head_dims_groups_and_leading_dims(attend, name):
 MOVING = ["query", "key", "value", "scale", "bias", "alibi_slopes", "sinks", "mod_operands"]
 
 
-@pytest.mark.parametrize("n, moving", enumerate(MOVING), ids=lambda x: str(x))
+@pytest.mark.parametrize("n, moving", [*enumerate(MOVING)], ids=str)
 def test_one_input_moves(attend, n, moving):
     """While all others are there, at rest: their tangents are symbolic zeros, which the kernel does not read."""
     c, mod = case((FEWER_QUERIES, MORE_QUERIES)[n % 2]), READS["difference"]

@@ -120,31 +120,38 @@ class Block:
         """Whether the scores move."""
         return self.moving.q is not None or self.moving.k is not None or self.scores.shift
 
-    def tile(self, j: Any, masked: bool, careful: bool) -> tuple:
-        """(place, view, loader of streaming arrays, K_j, Q K_j^T) of key/value tile j."""
+    @property
+    def exact(self) -> bool:
+        """Whether inputs are float32."""
+        return self.q[0].dtype == jnp.float32
+
+    def tile(self, j: Any, masked: bool, careful: bool, products: bool) -> tuple:
+        """(place, view, loader of streaming arrays, Q K_j^T, its tangent if `products`) of key/value tile j."""
         reader = self.scores.reader
         col = j * reader.tile.block_kv
         view = reader.view(self.row, col, masked, careful=careful)
         view = view.guarded() if self.scores.shift else view  # what is added to scores may be NaN anywhere
         load = functools.partial(_load, (pl.ds(col, reader.tile.block_kv),), view.keep)
         k = load(self.refs.k, reader.shape.D)
-        return (self.row, col, masked), view, load, k, columns.inner(self.q, k, reader.spec)
+        qk, d_qk = columns.inner(self.q, k, reader.spec), None  # [block_q, block_kv]
+        if products and self.d_q is not None:
+            d_qk = columns.inner(self.d_q, k, reader.spec)
+        if products and self.moving.k is not None:
+            d_qk = columns.inner(self.q, load(self.moving.k, reader.shape.D), reader.spec, d_qk)
+        return (self.row, col, masked), view, load, qk, d_qk
 
-    def add_shift(self, j: Any, sums: Sums, masked: bool) -> Sums:
-        """The sums over P dS and P with those of tile j, of dS only what is not from products."""
-        place, view, _, _, qk = self.tile(j, masked, False)
+    def add_mean(self, j: Any, sums: Sums, masked: bool) -> Sums:
+        """The sums over P dS and P with those of tile j; for 16 bits of dS only what is not from products."""
+        place, view, _, qk, d_qk = self.tile(j, masked, False, self.exact)
         p, _ = self._p(qk, view)
-        p_ds = _selected(p * self.scores.tangent(qk, None, view, place), view)
+        p_ds = _selected(p * self.scores.tangent(qk, d_qk, view, place), view)
         return Sums(None, sums.p_ds + p_ds.sum(axis=1), sums.p + p.sum(axis=1))
 
     def add(self, j: Any, sums: Sums, base: jax.Array | None, masked: bool, careful: bool) -> Sums:
         """All sums with those of tile j, dS measured from `base`."""
         d_out, p_ds_sum, p_sum = sums
         spec, shape = self.scores.reader.spec, self.scores.reader.shape
-        place, view, load, k, qk = self.tile(j, masked, careful)
-        d_qk = None if self.d_q is None else columns.inner(self.d_q, k, spec)
-        if self.moving.k is not None:
-            d_qk = columns.inner(self.q, load(self.moving.k, shape.D), spec, d_qk)  # [block_q, block_kv]
+        place, view, load, qk, d_qk = self.tile(j, masked, careful, True)
         p, p_kept = self._p(qk, view)
         if self.turns:
             ds = self.scores.tangent(qk, d_qk, view, place)
@@ -182,7 +189,7 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
 
     A number taken off all dS of a row, and off dL, changes nothing but rounding. Some inputs may move a row's scores
     together by far more than apart (`tiles.rows.may_shift`); for these a first loop, over scores alone, finds the mean
-    of what they add, so that the difference above is not one of large numbers.
+    of what they add, so that the difference above is not one of large numbers. For float32 it finds the mean of dS.
     """
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
@@ -200,10 +207,10 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
 
     zero = jnp.zeros((tile.block_q,), jnp.float32)
     base = None
-    if scores.shift:
-        found = over(seen, block.add_shift, Sums(None, zero, zero))
+    if scores.shift or (block.turns and block.exact):
+        found = over(seen, block.add_mean, Sums(None, zero, zero))
         base = jnp.where(found.p > 0, found.p_ds / jnp.where(found.p > 0, found.p, 1), 0)
-    idle = not (block.turns or moving.v is not None or refs.q.dtype == jnp.float32)  # the sinks move alone
+    idle = not (block.turns or moving.v is not None or block.exact)  # the sinks move alone
     start = Sums(columns.zeros(tile.block_q, shape.Dv, refs.v.dtype), zero, None if idle else zero)
 
     def run(careful):

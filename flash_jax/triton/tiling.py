@@ -65,7 +65,7 @@ _TABLE = {
 
 # The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
 # what a score_mod or mask_mod reads is (those by spills alone: not timed yet).
-_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
+_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3), ("tangent", 128, 2): Tile(128, 32, 8, 2)}
 _TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 _TABLE_MOD = {
     ("forward", 128, 2): Tile(64, 64, 4, 3),
@@ -94,7 +94,7 @@ _TABLE_8 = {
     ("tangent", 64, 2): Tile(64, 64, 4, 2),
     ("tangent", 128, 2): Tile(128, 32, 8, 2),
     ("tangent", 256, 2): Tile(64, 16, 8, 2),
-    ("tangent", 64, 4): Tile(32, 32, 4, 2),
+    ("tangent", 64, 4): Tile(16, 32, 4, 2),
     ("tangent", 256, 4): Tile(16, 16, 8, 1),
 }
 
