@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.memory [--length 16384]
 
-prints a table of the bytes that forward, and forward with backward, need besides arguments and results, at the length
-and at half of it; with --kernels also what ptxas says of the kernels. Needs the `compile` extra. One example, 8 query
-heads, 2 key/value heads, head dim 128, bfloat16.
+prints a table of the bytes that forward, and forward with backward or with a tangent, need besides arguments and
+results, at the length and at half of it; with --kernels also what ptxas says of the kernels. Needs the `compile` extra.
+One example, 8 query heads, 2 key/value heads, head dim 128, bfloat16.
 """
 
 import argparse
@@ -81,8 +81,11 @@ def options(T: int) -> dict[str, tuple[dict, dict, dict]]:
     return alone | {"all together": together} | mods
 
 
-def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, head_dim=D, dtype="bfloat16"):  # noqa: PLR0913
-    """The program of one call, compiled for `target`."""
+PASSES = {"forward": "forward", "backward": "with backward", "tangent": "with tangent"}
+
+
+def compiled(static, frozen, trained, T, *, passes, target=gpu_compile.H200, head_dim=D, dtype="bfloat16"):  # noqa: PLR0913
+    """The program of one call, compiled for `target`; `passes` is one of PASSES."""
     q, kv = struct(B, T, H, head_dim, dtype=dtype), struct(B, T, K, head_dim, dtype=dtype)
 
     def forward(qkv, trained, frozen):
@@ -92,7 +95,13 @@ def compiled(static, frozen, trained, T, *, backward, target=gpu_compile.H200, h
     def gradients(qkv, trained, frozen, cotangents):
         return jax.vjp(lambda qkv, trained: forward(qkv, trained, frozen), qkv, trained)[1](cotangents)
 
-    if not backward:
+    def tangents(inputs, directions, frozen):
+        return jax.jvp(lambda qkv, trained: forward(qkv, trained, frozen), inputs, directions)
+
+    if passes == "tangent":
+        inputs = (q, kv, kv), trained
+        return gpu_compile.compile_for(target, tangents, inputs, inputs, frozen)
+    if passes == "forward":
         return gpu_compile.compile_for(target, forward, (q, kv, kv), trained, frozen)
     cotangents = q, struct(B, H, T, dtype="float32")
     return gpu_compile.compile_for(target, gradients, (q, kv, kv), trained, frozen, cotangents)
@@ -106,15 +115,15 @@ def main():
     parser.add_argument("--only", help="a part of the option's name")
     parser.add_argument("--kernels", action="store_true", help="registers, spills and notes of each kernel")
     args = parser.parse_args()
-    print(f"{'MiB of temporary memory':40} {'forward':>17} {'with backward':>17}")
-    print(f"{'T = S =':40} {args.length // 2:>8} {args.length:>8} {args.length // 2:>8} {args.length:>8}")
+    print(" ".join([f"{'MiB of temporary memory':40}", *(f"{title:>17}" for title in PASSES.values())]))
+    print(" ".join([f"{'T = S =':40}", *[f"{args.length // 2:>8} {args.length:>8}"] * len(PASSES)]))
     for name in options(args.length):
         if args.only and args.only not in name:
             continue
         cells, kernels = [], []
-        for backward in (False, True):
+        for passes in PASSES:
             for T in (args.length // 2, args.length):
-                program = compiled(*options(T)[name], T, backward=backward)
+                program = compiled(*options(T)[name], T, passes=passes)
                 cells.append(f"{program.temporary_bytes / 2**20:8.2f}")
             kernels += program.kernels
         print(f"{name:40} {' '.join(cells)}", flush=True)

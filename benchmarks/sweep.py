@@ -1,4 +1,4 @@
-"""Which tiles are fast: times candidates for the forward, the dq, the dk/dv and the dbias kernel, each alone.
+"""Which tiles are fast: times candidates for the forward, dq, dk/dv, tangent and dbias kernels, each alone.
 
     python3 -m benchmarks.sweep --seconds 330                          everything, the likeliest first
     python3 -m benchmarks.sweep --passes dkv --shapes d128-T16k --stages 2 3
@@ -40,6 +40,7 @@ _SHORT = {
     "forward": "128x64w4s2 128x64w8s2 128x64w8s3 64x64w4s2 64x64w4s3 64x128w4s2 128x128w8s2 128x32w4s3",
     "dq": "64x64w4s2 64x64w4s3 128x64w8s2 64x128w8s2 128x32w8s2 64x32w4s2 128x64w8s1",
     "dkv": "64x64w4s2 64x64w8s2 64x64w8s3 64x128w8s2 32x64w4s2 32x128w8s2 32x64w4s3",
+    "tangent": "64x64w4s2 64x64w4s3 128x64w4s2 128x64w8s2 128x32w4s3 64x32w4s2 128x32w8s2 64x64w4s1 128x128w8s2",
     "dbias": "64x64w4s2 64x64w4s1 128x64w8s1 128x64w8s2 128x128w8s1 64x64w8s1 64x128w8s1",
 }
 
@@ -65,11 +66,20 @@ class Screened(NamedTuple):
 
 
 def function(group: Group, sizes: BlockSizes | None, interpret: bool):
-    """The pass alone: f(q, k, v, operands) -> (out, lse), or f(q, k, v, operands, out, lse, dout) -> gradients."""
+    """The pass alone: f(q, k, v, operands) -> (out, lse), or f(q, k, v, operands, out, lse, dout) -> gradients.
+
+    The tangent pass is given dout, the value and the key in the place of tangents of query, key and value.
+    """
     spec = spec_of(group, sizes, interpret)
     triton.check_block_sizes(spec)
     if group.kind == "forward":
         return lambda q, k, v, operands: triton.forward(q, k, v, operands, spec)
+    if group.kind == "tangent":
+
+        def tangent(q, k, v, operands, out, lse, dout):
+            return triton.tangent((q, k, v, operands), out, lse, {"query": dout, "key": v, "value": k}, spec)
+
+        return tangent
     wanted: dict = {"dq": {"query": (group.shape.B,)}, "dbias": {"bias": (1,)}}.get(
         group.kind, dict.fromkeys(("key", "value"), (group.shape.B,))
     )
@@ -177,6 +187,7 @@ def registers(group: Group, sizes: BlockSizes) -> float:
         "forward": q * D + q * kv,
         "dq": q * D + 2 * q * kv,
         "dkv": 2 * kv * D + 2 * q * kv,
+        "tangent": q * D + 2 * q * kv,
         "dbias": 3 * q * kv,
     }[group.kind]
     return held / (32 * (sizes.num_warps or 1))

@@ -95,14 +95,14 @@ def parse_blocks(text: str | None) -> BlockSizes | None:
         return None
     parts: dict[str, BlockSizes] = {}
     for item in text.split(","):
-        match = re.fullmatch(r"(forward|dq|dkv)=(\d+)x(\d+)w(\d+)s(\d+)", item)
+        match = re.fullmatch(r"(forward|dq|dkv|tangent)=(\d+)x(\d+)w(\d+)s(\d+)", item)
         if match is None:
             raise SystemExit(f"{item!r} is no tile such as forward=128x64w8s3")
         q, kv, warps, stages = map(int, match.groups()[1:])
         parts[match[1]] = BlockSizes(q, kv, warps, stages)
     forward = parts.get("forward", BlockSizes())
-    # An empty BlockSizes means the table's own, and keeps the forward pass's numbers out of a backward pass.
-    return dataclasses.replace(forward, dq=parts.get("dq", BlockSizes()), dkv=parts.get("dkv", BlockSizes()))
+    # An empty BlockSizes means the table's own, and keeps the forward pass's numbers out of the other passes.
+    return dataclasses.replace(forward, **{name: parts.get(name, BlockSizes()) for name in ("dq", "dkv", "tangent")})
 
 
 def threads() -> int:

@@ -36,8 +36,8 @@ class Explanation:
       named: the implementation that the call names, or None.
       here: what runs on this machine's default device.
       gpu: what runs on an NVIDIA GPU: this machine's, the one that is lowered for, or an unknown one.
-      tiles: the `block_q`, `block_kv`, `num_warps` and `num_stages` of triton's passes "forward", "dq" and "dkv" on
-        that GPU; empty where it does not run there.
+      tiles: the `block_q`, `block_kv`, `num_warps` and `num_stages` of triton's passes "forward", "dq", "dkv" and
+        "tangent" on that GPU; empty where it does not run there.
       shared_bytes: an estimate of the shared memory that a program of each of these passes asks for.
       pairs: how many pairs of tiles of triton's forward pass are `full` (no mask is evaluated in them), `partial` and
         `skipped`, in all examples and `heads` query heads; None where that is unknown, or `tiles` is empty.

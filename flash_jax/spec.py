@@ -24,15 +24,16 @@ class BlockSizes:
       num_stages: depth of the software pipeline that loads tiles ahead; at least 1.
       dq: sizes for the pass that computes query gradients; None means the table's.
       dkv: sizes for the pass that computes key and value gradients; None means the table's.
+      tangent: sizes for the pass that computes tangents (`jax.jvp`); None means the table's.
 
-    The four numbers hold for the forward pass, and for both backward passes where `dq` and `dkv` are None. `xla` reads
-    `block_q` and `block_kv` only, where any positive size is right. Raises ValueError where a number is not one of the
-    above.
+    The four numbers hold for the forward pass, for both backward passes where `dq` and `dkv` are None, and where
+    `tangent` is None for the tangent pass, cut to fit: it holds twice as much. `xla` reads `block_q` and `block_kv`
+    only, where any positive size is right. Raises ValueError where a number is not one of the above.
 
     Example:
       >>> BlockSizes(block_q=64, block_kv=64, dkv=BlockSizes(block_q=32, block_kv=64, num_warps=8))
       BlockSizes(block_q=64, block_kv=64, num_warps=None, num_stages=None, dq=None, dkv=BlockSizes(block_q=32, \
-block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
+block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None, tangent=None), tangent=None)
     """
 
     block_q: int | None = None
@@ -41,19 +42,21 @@ block_kv=64, num_warps=8, num_stages=None, dq=None, dkv=None))
     num_stages: int | None = None
     dq: "BlockSizes | None" = None
     dkv: "BlockSizes | None" = None
+    tangent: "BlockSizes | None" = None
 
     def __post_init__(self):
         for name in ("block_q", "block_kv", "num_warps", "num_stages"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"`BlockSizes.{name}` must be a positive int or None; got {value!r}.")
-        for name in ("dq", "dkv"):
+        for name in ("dq", "dkv", "tangent"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, BlockSizes):
                 raise TypeError(f"`BlockSizes.{name}` must be a BlockSizes or None; got {type(value).__name__}.")
-            if value is not None and (value.dq is not None or value.dkv is not None):
+            if value is not None and any(x is not None for x in (value.dq, value.dkv, value.tangent)):
                 raise ValueError(
-                    f"`BlockSizes.{name}` is for one pass, so it can have no dq or dkv of its own; got {value}."
+                    f"`BlockSizes.{name}` is for one pass, so it can have no dq, dkv or tangent of its own; "
+                    f"got {value}."
                 )
 
 

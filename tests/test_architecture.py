@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "parts": ["spec", "tiles.masks", "compat"],
     "select": ["xla", "triton", "mosaic_gpu", "spec", "compat"],
     "xla": ["tiles", "spec", "compat"],
-    "triton": ["tiles", "spec", "compat", "xla.tangent"],  # it has no tangent kernel of its own yet
+    "triton": ["tiles", "spec", "compat"],
     "mosaic_gpu": ["tiles", "spec", "compat"],
     "tiles": ["spec", "compat.vary_like"],
     "reference": ["spec", "tiles.dropout"],  # shares no code with what it judges but the random bits

@@ -12,7 +12,7 @@ from flash_jax import BlockSizes
 from flash_jax.triton import tiling
 from tests.support.accuracy import check
 from tests.support.cases import case
-from tests.support.programs import values_and_gradients
+from tests.support.programs import everything, values_and_gradients
 
 OPTIONS = {"causal": True, "window": (37, None), "kv_lengths": np.array([100, 81])}
 SIZES = [
@@ -58,7 +58,7 @@ def test_every_row_of_the_table(row):
     dim, itemsize = row
     c = case(f"T150-S140-H2-K1-D{dim - 8}-{'f32' if itemsize == 4 else 'bf16'}")
     with flash_jax.interpret_mode():
-        check(values_and_gradients(causal=True), with_sizes("triton", None), c.arrays(), c.cotangents())
+        check(everything(causal=True), with_sizes("triton", None), c.arrays(), c.cotangents(), c.tangents())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_every_row_of_the_table(row):
         ),
         (BlockSizes(dq=BlockSizes(block_q=24)), "block_q of the dq pass must be a power of two of at least 16"),
         (BlockSizes(dkv=BlockSizes(block_kv=24)), "block_kv of the dkv pass must be a power of two of at least 16"),
+        (BlockSizes(tangent=BlockSizes(num_warps=3)), "num_warps of the tangent pass must be a power of two from 1 to"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flash_jax
@@ -23,11 +24,16 @@ PASSES = {
     "dq": "flash_attention_dq_kernel",
     "dkv": "flash_attention_dkv_kernel",
 }
+TANGENT = "flash_attention_tangent_kernel"
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (32, 64, 128, 256, 40, 80, 192)
 # A kernel that spills waits for memory in its innermost loop. The table's entries stay below these bytes a thread; a
 # change of a kernel (or of the compiler) that needs more is worth another look.
 MAX_SPILLED = {"bfloat16": 512, "float16": 512, "float32": 2048}
+# The tangent kernel holds next to nothing in memory but at a head dim of 256 in float32, where the smallest tile does.
+MAX_SPILLED_BY_TANGENTS = {"bfloat16": 64, "float16": 64, "float32": 256}
+MAX_SPILLED_BY_WIDE_TANGENTS = 8192
+SERIALISED = {"C7512", "C7515"}  # ptxas's notes of products that wait for each other
 # With mods, for which the table has no entries of their own; "entry" has a sine, whose range reduction needs memory.
 MAX_SPILLED_BY_MODS = {"entry": 10240}
 
@@ -76,6 +82,57 @@ def test_full(head_dim, dtype, target, record_property):
     x = struct(1, T, HEADS, head_dim, dtype=dtype)
     compiled = gpu_compile.compile_for(target, gradients(), x, x, x)
     check_and_record(compiled, f"{target.name} D{head_dim} {dtype} full {{}}", MAX_SPILLED[dtype], record_property)
+
+
+def check_tangents(target, label, limit, record_property, options, inputs):
+    """The tangent kernel of all `inputs`, (query, key, value, {name: operand}), spills no more than that."""
+
+    def run(inputs, directions):
+        attend = functools.partial(flash_jax.flash_attention, implementation="triton", return_lse=True, **options)
+        return jax.jvp(lambda q, k, v, riding: attend(q, k, v, **riding), inputs, directions)[1]
+
+    compiled = gpu_compile.compile_for(target, run, inputs, inputs)
+    (kernel,) = (kernel for kernel in compiled.kernels if kernel.name == TANGENT)
+    row = (f"{target.name} {label} tangent", str(kernel.registers), str(kernel.spills), " ".join(kernel.notes))
+    record_property("kernel", (*row, f"{compiled.seconds:.1f} with forward"))
+    assert kernel.spills <= limit and not SERIALISED & set(kernel.notes)
+
+
+@a_target
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tangents(head_dim, dtype, target, record_property):
+    x = struct(1, T, HEADS, head_dim, dtype=dtype)
+    for causal in (True, False):
+        label = f"D{head_dim} {dtype} {'causal' if causal else 'full'}"
+        wide = (dtype, head_dim) == ("float32", 256)
+        limit = MAX_SPILLED_BY_WIDE_TANGENTS if wide else MAX_SPILLED_BY_TANGENTS[dtype]
+        check_tangents(target, label, limit, record_property, {"causal": causal}, (x, x, x, {}))
+
+
+TANGENTS = {
+    "softcap": ({"softcap": 30.0}, lambda c: {"scale": ()}),
+    "bias": ({}, lambda c: {"bias": (1, c.H, c.T, c.S), "sinks": (c.H,)}),
+    "alibi": ({"causal": True}, lambda c: {"alibi_slopes": (c.H,)}),
+    "segments": ({"causal": True, "segment_ids": np.zeros((2, T), np.int32)}, lambda c: {}),
+    "mask": ({"mask": np.ones((1, 1, T, T), bool)}, lambda c: {}),
+    "score_mod": ({"score_mod": READS["several"].function}, lambda c: {"mod_operands": READS["several"].tables(c)}),
+}
+
+
+@a_target
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("option", TANGENTS)
+def test_tangents_of_options(option, head_dim, target, record_property):
+    c = case(f"B2-T{T}-H4-D{head_dim}")
+    options, shapes = TANGENTS[option]
+    x = struct(2, T, 4, head_dim)
+    riding = jax.tree.map(lambda s: struct(*s, dtype="float32"), shapes(c), is_leaf=_is_shape)
+    check_tangents(target, f"D{head_dim} bfloat16 {option}", 256, record_property, options, (x, x, x, riding))
+
+
+def _is_shape(x):
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
 @a_target
@@ -158,6 +215,11 @@ def shared_bytes(name, call, target):
     if name == "forward":
         with compat.quiet_triton_lowering():
             return gpu_compile.shared_bytes(target, lambda q, k, v: triton.forward(q, k, v, Operands(), spec), x, x, x)
+    if name == "tangent":
+        dots = dict.fromkeys(("query", "key", "value"), x)
+        with compat.quiet_triton_lowering():
+            tangent = lambda q, k, v, out, lse, dots: triton.tangent((q, k, v, Operands()), out, lse, dots, spec)  # noqa: E731
+            return gpu_compile.shared_bytes(target, tangent, x, x, x, x, stats, dots)
     leads = {"query": (1,)} if name == "dq" else {"key": (1,), "value": (1,)}
 
     def run(q, k, v, out, lse, out_ct):
@@ -188,7 +250,7 @@ def estimate(name, call, gpu):
 @a_target
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", tiling.PASSES)
 def test_shared_memory_is_no_more_than_counted(name, head_dim, dtype, target):
     call = a_call(head_dim, dtype)
     assert 0 < shared_bytes(name, call, target) <= estimate(name, call, target.name) <= target.shared_memory
@@ -196,7 +258,7 @@ def test_shared_memory_is_no_more_than_counted(name, head_dim, dtype, target):
 
 @a_target
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", tiling.PASSES)
 def test_a_tail_of_one_tile_is_counted_too(name, head_dim, target):
     """Without a causal mask a last, partial tile is a step of its own, whose loads stay beside the loop's."""
     call = a_call(head_dim, "bfloat16", length=333, causal=False)

@@ -20,7 +20,7 @@ def linear(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_option_alone_and_all_together(name, record_property):
-    program = memory.compiled(*memory.options(T)[name], T, backward=True)
+    program = memory.compiled(*memory.options(T)[name], T, passes="backward")
     for kernel in program.kernels:
         if kernel.name.startswith("flash"):
             row = f"{name}: {kernel.name}", str(kernel.registers), str(kernel.spills), " ".join(kernel.notes)
@@ -35,5 +35,5 @@ def test_each_option_alone_and_all_together(name, record_property):
 def test_all_together_fits(head_dim, dtype, target):
     """The shared memory of every kernel: the compiler refuses what does not fit."""
     options = memory.options(T)["all together"]
-    program = memory.compiled(*options, T, backward=True, target=target, head_dim=head_dim, dtype=dtype)
+    program = memory.compiled(*options, T, passes="backward", target=target, head_dim=head_dim, dtype=dtype)
     assert program.kernels

@@ -1,6 +1,7 @@
 """Without a GPU: whole programs compiled for one, their memory and their kernels."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.compile
 
 HEADS = 4
 HEAD_DIM = 64
-FORWARD, DQ, DKV = (f"flash_attention_{name}_kernel" for name in ("forward", "dq", "dkv"))
+FORWARD, DQ, DKV, TANGENT = (f"flash_attention_{name}_kernel" for name in ("forward", "dq", "dkv", "tangent"))
 
 
 def struct(*shape, dtype="bfloat16"):
@@ -59,12 +60,31 @@ def test_memory_of_the_gradient_is_linear(options):
     assert whole <= 16384 * HEADS * (2 * HEAD_DIM * 2 + 2 * 4) * 1.1
 
 
-def test_memory_of_the_tangent_is_linear():
+def test_a_tangent_needs_no_memory_but_its_results():
+    """The output and the log-sum-exp, from which the tangent pass takes the probabilities."""
+
     def bytes_at(T):
         x = struct(1, T, HEADS, HEAD_DIM)
 
         def run(q, k, v):
             return jax.jvp(lambda *arrays: attend(*arrays, causal=True), (q, k, v), (v, q, k))
+
+        return gpu_compile.compile_for(gpu_compile.H200, run, x, x, x).temporary_bytes
+
+    half, whole = bytes_at(8192), bytes_at(16384)
+    assert whole <= 2.1 * half
+    assert whole <= 16384 * HEADS * (HEAD_DIM * 2 + 2 * 4) * 1.1
+
+
+def test_memory_of_the_gradient_of_a_tangent_is_linear():
+    """What differentiates a tangent runs the code of xla/: sums over tiles, whose tiles are larger for longer calls."""
+
+    def bytes_at(T):
+        x = struct(1, T, HEADS, HEAD_DIM)
+
+        def run(*x):
+            pushed = lambda q, k, v: jax.jvp(lambda *y: attend(*y, causal=True), (q, k, v), (v, q, k))[1]  # noqa: E731
+            return jax.grad(lambda *y: pushed(*y).astype(jnp.float32).sum(), (0, 1, 2))(*x)
 
         return gpu_compile.compile_for(gpu_compile.H200, run, x, x, x).temporary_bytes
 
@@ -81,7 +101,7 @@ def launches(function, *arguments):
     """How often the compiled program launches each kernel of ours, loops aside."""
     text = gpu_compile.compile_for(gpu_compile.H200, function, *arguments).program.as_text()
     calls = [line for line in text.splitlines() if "custom-call(" in line and "triton" in line]
-    return collections.Counter(name for line in calls for name in (FORWARD, DQ, DKV) if f"/{name}/" in line)
+    return collections.Counter(name for line in calls for name in (FORWARD, DQ, DKV, TANGENT) if f"/{name}/" in line)
 
 
 X = (struct(1, 512, HEADS, HEAD_DIM),) * 3
@@ -102,6 +122,11 @@ def test_a_frozen_query_costs_nothing(wanted):
 
 def test_a_call_without_gradient_launches_one_kernel():
     assert launches(loss, *X) == {FORWARD: 1}
+
+
+def test_a_tangent_launches_two_kernels():
+    run = lambda *x: jax.jvp(functools.partial(attend, implementation="triton"), x, x)  # noqa: E731
+    assert launches(run, *X) == {FORWARD: 1, TANGENT: 1}
 
 
 def layer(q, k, v):

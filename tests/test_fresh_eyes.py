@@ -117,7 +117,7 @@ def test_values_without_columns_are_refused():
         flash_jax.flash_attention(q, k, v[..., :0])
 
 
-@pytest.mark.parametrize("name", ["dq", "dkv"])
+@pytest.mark.parametrize("name", ["dq", "dkv", "tangent"])
 def test_sizes_of_one_pass_have_no_passes_of_their_own(name):
     """R17: nothing accepted is ignored."""
     one = flash_jax.BlockSizes(dq=flash_jax.BlockSizes(block_q=16))

@@ -110,7 +110,7 @@ class Found(NamedTuple):
             jnp.maximum(self.stop, jnp.where(visible, tiles + 1, 0).max()),
             jnp.minimum(self.first, jnp.where(full, tiles, _MOST).min()),
             jnp.maximum(self.last, jnp.where(full, tiles, 0).max()),
-            self.full + full.astype(jnp.int32).sum(),
+            self.full + full.astype(jnp.int32).sum(dtype=jnp.int32),  # else, under jax_enable_x64, of 64 bits
         )
 
     def range(self) -> TileRange:

@@ -6,6 +6,7 @@ passes on: lse_ct + p_sink * delta. In practice it falls short, since delta come
 bits; and times the mean of q . k that would be felt. So the excess, which is the error of delta, is taken off again.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,13 @@ from flash_jax.tiles.sums import sum_to
 
 ROW_SUMS = ("scale", "alibi_slopes")
 """Gradients that are sums over entries of ds times a number of the entry's own."""
+
+_SHIFTING = ("scale", "bias", "alibi_slopes")
+
+
+def may_shift(names: Iterable[str]) -> bool:
+    """Whether tangents of these inputs may move all scores of a row together, by far more than apart."""
+    return any(name in _SHIFTING or name.startswith("mods") for name in names)
 
 
 class RowSums(NamedTuple):

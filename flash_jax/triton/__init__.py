@@ -2,7 +2,7 @@
 
 from flash_jax.triton.backward import backward
 from flash_jax.triton.forward import forward
+from flash_jax.triton.tangent import tangent
 from flash_jax.triton.tiling import check_block_sizes
-from flash_jax.xla.tangent import tangent
 
 __all__ = ["backward", "check_block_sizes", "forward", "tangent"]

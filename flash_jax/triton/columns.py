@@ -98,12 +98,14 @@ def zeros(rows: int, head_dim: int, dtype: Any) -> Columns:
     return tuple(jnp.zeros((rows, piece.size), jnp.float32) for piece in pieces(head_dim, jnp.dtype(dtype).itemsize))
 
 
-def inner(a: Columns, b: Columns, spec: AttentionSpec) -> jax.Array:
-    """a @ b^T, [rows of a, rows of b]: scores, or cotangents of probabilities; `a` is what stays in the loop."""
-    total = _product(a[0], b[0], spec, trans_b=True)
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = _plus_product(total, x, y, spec, trans_b=True)
-    return total
+def inner(a: Columns, b: Columns, spec: AttentionSpec, total: jax.Array | None = None) -> jax.Array:
+    """(total +) a @ b^T, [rows of a, rows of b]; `a` is what stays in the loop."""
+    for x, y in zip(a, b, strict=True):
+        if total is None:
+            total = _product(x, y, spec, trans_b=True)
+        else:
+            total = _plus_product(total, x, y, spec, trans_b=True)
+    return total  # pyright: ignore[reportReturnType]  (there is a piece, at least)
 
 
 def add_product(total: Columns, p: jax.Array, x: Columns, spec: AttentionSpec) -> Columns:

@@ -1,4 +1,7 @@
-"""What the backward kernels share: the arrays they read, and the entries of a tile that they recompute."""
+"""What the backward kernels share: the arrays they read, and the entries of a tile that they recompute.
+
+The tangent kernel recomputes probabilities here, too.
+"""
 
 from typing import Any, NamedTuple
 

@@ -267,14 +267,14 @@ class Reader:
         if masked:
             allowed = masks.allowed(r, c, self.geometry, self.spec)
             if o.mask is not None:
-                seen = self._dense("mask", row, col, masked, head)
+                seen = self.dense_tile("mask", row, col, masked, head)
                 allowed &= seen if seen.dtype == jnp.bool_ else seen != 0
             if self.spec.mask_mod is not None:
                 place = self._coordinates(r, c, head)
-                allowed &= evaluate(self.spec.mask_mod, list(place), self._read)
+                allowed &= evaluate(self.spec.mask_mod, list(place), self.read)
             keep = self._keep(allowed if careful else None, rows, cols, row, col)
         if o.bias is not None:
-            addend = self._dense("bias", row, col, masked, head).astype(jnp.float32)
+            addend = self.dense_tile("bias", row, col, masked, head).astype(jnp.float32)
         if o.alibi_slopes is not None:
             distance = masks.distance(r, c, self.geometry)
             alibi = -o.alibi_slopes[self._prefix("alibi_slopes", head) or ...] * distance
@@ -285,7 +285,7 @@ class Reader:
             kept = dropout.kept(row_word, col_word, *self._numbered(r, c), self.spec.dropout_rate)
         if self.spec.score_mod is not None:
             place = self._coordinates(r, c, head)
-            mod = TileMod.of(self.spec.score_mod, place, self._read, jnp.float32)
+            mod = TileMod.of(self.spec.score_mod, place, self.read, jnp.float32)
         forbidden = None if allowed is None or self.closed else ~allowed
         return View(allowed, forbidden, keep, addend, distance, kept, mod)
 
@@ -298,7 +298,7 @@ class Reader:
         """Rows and columns as dropout and mods count them."""
         return rows.numbered(self.numbers.row_start), cols.numbered(self.numbers.col_start)
 
-    def _read(self, operand: int, index: list) -> jax.Array:
+    def read(self, operand: int, index: list) -> jax.Array:
         """The entries of one of `mods`; an index outside is moved to the nearest end."""
         ref = self.numbers.mods[operand]
         prefix = () if self.example is None else (self.example(f"mods.{operand}"),)
@@ -346,7 +346,7 @@ class Reader:
         along_rows = of_query != self.transposed
         return slots.laid(lambda x: x[:, None] if along_rows else x[None, :])
 
-    def _dense(self, name: str, row: Int, col: Int, masked: bool, head: Any) -> jax.Array:
+    def dense_tile(self, name: str, row: Int, col: Int, masked: bool, head: Any = None) -> jax.Array:
         """The tile of a bias or mask, [block_q or 1, block_kv or 1] or transposed; 0 outside the array."""
         ref, prefix = getattr(self.numbers, name), self._prefix(name, head)
         sizes = ref.shape[len(prefix) :]

@@ -10,8 +10,9 @@ import jax
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, BlockSizes, Operands
 from flash_jax.tiles import ranges
+from flash_jax.tiles.reads import reads_of
 
-PASSES = ("forward", "dq", "dkv")
+PASSES = ("forward", "dq", "dkv", "tangent")
 _STORED = {"stored": 2, "partial": 4}  # bytes of an entry of dS, which is laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
@@ -33,7 +34,7 @@ class Tile:
 
 # (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the
 # registers and spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the
-# row of 64.
+# row of 64. The rows of "tangent" are by registers and spills alone: not timed yet.
 _TABLE = {
     ("forward", 64, 2): Tile(128, 64, 4, 3),
     ("forward", 128, 2): Tile(128, 64, 4, 2),
@@ -47,6 +48,9 @@ _TABLE = {
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
     ("partial", 128, 2): Tile(64, 32, 4, 3),  # so that two programs have room on a multiprocessor
+    ("tangent", 64, 2): Tile(64, 64, 4, 3),
+    ("tangent", 128, 2): Tile(128, 64, 8, 2),
+    ("tangent", 256, 2): Tile(64, 32, 4, 2),
     ("forward", 64, 4): Tile(64, 32, 4, 2),
     ("forward", 128, 4): Tile(64, 32, 4, 2),
     ("forward", 256, 4): Tile(16, 32, 8, 2),
@@ -56,16 +60,21 @@ _TABLE = {
     ("dkv", 64, 4): Tile(32, 64, 8, 2),
     ("dkv", 128, 4): Tile(32, 32, 8, 2),
     ("dkv", 256, 4): Tile(16, 16, 8, 1),
+    ("tangent", 64, 4): Tile(64, 32, 4, 2),
+    ("tangent", 128, 4): Tile(16, 32, 8, 2),
+    ("tangent", 256, 4): Tile(16, 16, 8, 2),
 }
 
 # The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
 # what a score_mod or mask_mod reads is (those by spills alone: not timed yet).
-_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3)}
+_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3), ("tangent", 128, 2): Tile(128, 32, 8, 2)}
 _TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 _TABLE_MOD = {
     ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dkv", 64, 2): Tile(32, 64, 4, 2),
     ("dkv", 128, 2): Tile(32, 64, 4, 2),
+    ("tangent", 64, 2): Tile(64, 64, 4, 2),
+    ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
 # The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
@@ -84,6 +93,11 @@ _TABLE_8 = {
     ("dkv", 64, 4): Tile(16, 64, 4, 2),
     ("forward", 128, 4): Tile(32, 32, 4, 2),
     ("dq", 64, 4): Tile(32, 32, 4, 2),
+    ("tangent", 64, 2): Tile(64, 64, 4, 2),
+    ("tangent", 128, 2): Tile(128, 32, 8, 2),
+    ("tangent", 256, 2): Tile(64, 16, 8, 2),
+    ("tangent", 64, 4): Tile(16, 32, 4, 2),
+    ("tangent", 256, 4): Tile(16, 16, 8, 1),
 }
 
 # And of these the rows that differ with a softcap, whose two ways to a tanh need still more registers.
@@ -95,7 +109,7 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
 
     Besides `PASSES` there are "dbias", and "stored" and "partial", which are dq with dS stored (see `_STORED`).
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
-    sizes that the user gave do not fit the GPU's shared memory.
+    sizes that the user gave for this pass do not fit the GPU's shared memory.
     """
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     itemsize = q.dtype.itemsize
@@ -117,7 +131,8 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
     size = sizer(name, spec, q, k, v, operands)
     needed = size(tile)
-    if needed > limit and chosen:
+    inherited = name == "tangent" and spec.block_sizes is not None and spec.block_sizes.tangent is None
+    if needed > limit and chosen and not inherited:
         smaller = _shrink(tile, size, limit)
         raise ValueError(
             f"`block_sizes` for the {name} pass needs about {needed / 1024:.0f} KiB of shared memory, and {device} has "
@@ -132,7 +147,8 @@ def sizer(
 ) -> Callable[[Tile], int]:
     """`shared_bytes` of pass `name` of this call, as a function of the tile."""
     widths = padded(q.shape[-1]), padded(v.shape[-1])
-    length, dense = _ragged(name, spec, q, k), _dense(operands)
+    moving = name == "tangent"
+    length, dense = _ragged(name, spec, q, k), _dense(operands, twice=moving) + _gathered(spec, twice=moving)
     return functools.partial(shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense)
 
 
@@ -144,10 +160,16 @@ def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int |
     return whole if given is None else given
 
 
-def _dense(operands: Operands) -> int:
-    """Bytes that bias and mask have for each entry of a tile."""
-    dense = (x for x in (operands.bias, operands.mask) if x is not None and 1 not in x.shape[-2:])
-    return sum(x.dtype.itemsize for x in dense)
+def _dense(operands: Operands, twice: bool = False) -> int:
+    """Bytes that bias (its tangent too, if `twice`) and mask have for each entry of a tile."""
+    arrays = (operands.bias, operands.bias if twice else None, operands.mask)
+    return sum(x.dtype.itemsize for x in arrays if x is not None and 1 not in x.shape[-2:])
+
+
+def _gathered(spec: AttentionSpec, twice: bool = False) -> int:
+    """Bytes that mods, by reads with an index for each entry of a tile, load for it (tangents too, if `twice`)."""
+    reads = [read for mod in (spec.score_mod, spec.mask_mod) if mod is not None for read in reads_of(mod)]
+    return (8 if twice else 4) * sum(read.kind not in ("rows", "columns") for read in reads)
 
 
 def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
@@ -177,14 +199,15 @@ def shared_bytes(
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
     `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
-    one is loaded beside the loop's. `dense` are the bytes of bias and mask that each entry reads. The compile lane
-    holds this against what the compiler asks for.
+    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads. The compile
+    lane holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
-    staying = stay * (D if name == "forward" else D + Dv) * itemsize
+    staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
-    streaming = stages * (stream * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
+    arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents
+    streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
     if name == "dkv":

@@ -10,12 +10,9 @@ from jax import lax
 from flash_jax.compat import vary_like
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import softmax
-from flash_jax.tiles.rows import row_norm, sink_probability
+from flash_jax.tiles.rows import may_shift, row_norm, sink_probability
 from flash_jax.xla.layout import add_tile, dense_tile, product
 from flash_jax.xla.loop import Plan, Tile, View, table_reader
-
-SHIFTING = {"scale", "bias", "alibi_slopes"}
-"""Tangents that may move all scores of a row together, by far more than they move them apart."""
 
 
 class Rows(NamedTuple):
@@ -61,7 +58,7 @@ def tangent(
     sums, d_out = vary_like((sums, d_out), primals, out, lse, tangents)
 
     base = jnp.zeros_like(sums[0])
-    if any(name in SHIFTING or name.startswith("mods") for name in dots):
+    if may_shift(dots):
         base, _ = lax.stop_gradient(plan.scan(lambda x, tile: _add_tile(plan, rows, base, (x, None), tile)[0], sums))
     sums, d_out = plan.scan(lambda totals, tile: _add_tile(plan, rows, base, totals, tile), (sums, d_out))
 

@@ -1,4 +1,4 @@
-"""A small ragged forward and backward pass, to be run under compute-sanitizer; with `--plant`, a write out of bounds.
+"""Small ragged forward, backward and tangent passes, for compute-sanitizer; with `--plant`, a write out of bounds.
 
 Inputs are made and results looked at by NumPy, so that few kernels besides ours run.
 """
@@ -20,20 +20,20 @@ from jax.experimental.pallas import triton as plgpu
 import flash_jax
 
 
-def forward_and_backward(attend, q, k, v, dout):
-    """(out, gradients)."""
+def all_passes(attend, q, k, v, dout):
+    """(out, gradients, tangent of out along arrays that are there)."""
     out, pull = jax.vjp(attend, q, k, v)
-    return out, pull(dout)
+    return out, pull(dout), jax.jvp(attend, (q, k, v), (q, v, k))[1]
 
 
 def attention(dtype, T, S, D, **options):
-    """Runs the three kernels; returns all results after checking that they are finite and not all zero."""
+    """Runs the four kernels; returns all results after checking that they are finite and not all zero."""
     rng = np.random.default_rng(0)
     arrays = [
         rng.standard_normal(shape).astype(dtype) for shape in ((2, T, 4, D), (2, S, 2, D), (2, S, 2, D), (2, T, 4, D))
     ]
     attend = functools.partial(flash_jax.flash_attention, implementation="triton", **options)
-    results = jax.jit(functools.partial(forward_and_backward, attend))(*arrays)
+    results = jax.jit(functools.partial(all_passes, attend))(*arrays)
     for x in jax.tree.leaves(results):
         numbers = np.asarray(x, np.float32)
         if not np.isfinite(numbers).all() or not numbers.any():

@@ -12,7 +12,7 @@ from tests.support.accuracy import check
 from tests.support.cases import case, poisoned
 from tests.support.mods import READS, checkered, same_document_nearby
 from tests.support.mods import documents as mod_documents
-from tests.support.programs import values_and_gradients
+from tests.support.programs import everything, tangents, values_and_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +117,15 @@ def test_values_and_gradients(attend, name, feature):
     check(values_and_gradients(**options), attend, c.inputs(**shapes), c.cotangents())
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_tangents(attend, name, feature):
+    """Along all that is differentiable at once."""
+    c = case(name)
+    options, shapes = FEATURES[feature](c)
+    check(tangents(**options), attend, c.inputs(**shapes), c.inputs(1, **shapes))
+
+
 @pytest.mark.parametrize("name", ["B2-T300-S333-H4-K2-D64-bf16", "B2-T190-S210-H4-K2-D64-f32"])
 @pytest.mark.parametrize("by", ["mask", "segments"])
 def test_hidden_slots_may_hold_nan(attend, name, by):
@@ -134,6 +143,9 @@ def test_hidden_slots_may_hold_nan(attend, name, by):
     dout, dlse = c.cotangents()
     bad = (poisoned(q, dead_rows), poisoned(k, dead_keys), poisoned(v, dead_keys)), (poisoned(dout, dead_rows), dlse)
     check(values_and_gradients(softcap=9.0, **options), attend, (q, k, v), (dout, dlse), given=bad)
+    dots = c.tangents()
+    bad_dots = tuple(poisoned(x, slots) for x, slots in zip(dots, (dead_rows, dead_keys, dead_keys), strict=True))
+    check(tangents(softcap=9.0, **options), attend, (q, k, v), dots, given=(bad[0], bad_dots))
 
 
 def test_dropout_keeps_what_dropout_mask_says(attend):
@@ -151,8 +163,9 @@ def test_dropout_keeps_what_dropout_mask_says(attend):
 def test_repeats_are_bitwise_equal(attend, feature):
     c = case("B2-T300-S333-H4-K2-D64-bf16")
     options, shapes = FEATURES[feature](c)
-    run = jax.jit(functools.partial(values_and_gradients(**options), attend))
-    first = jax.tree.leaves(run(c.inputs(**shapes), c.cotangents()))
+    run = jax.jit(functools.partial(everything(**options), attend))
+    given = c.inputs(**shapes), c.cotangents(), c.inputs(1, **shapes)
+    first = jax.tree.leaves(run(*given))
     for _ in range(20):
-        for x, y in zip(first, jax.tree.leaves(run(c.inputs(**shapes), c.cotangents())), strict=True):
+        for x, y in zip(first, jax.tree.leaves(run(*given)), strict=True):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -64,6 +64,10 @@ def test_poisoned_padding_reaches_nothing(attend, name, causal):
     cotangents = poisoned(dout, np.s_[1, 101:]), poisoned(dlse, np.s_[1, :, 101:])
     program = values_and_gradients(causal=causal, q_lengths=q_lengths, kv_lengths=kv_lengths)
     check(program, attend, c.arrays(), c.cotangents(), given=(inputs, cotangents))
+    dq, dk, dv = c.tangents()
+    directions = poisoned(dq, np.s_[1, 101:]), poisoned(dk, np.s_[0, 77:]), poisoned(dv, np.s_[0, 77:])
+    program = tangents(causal=causal, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    check(program, attend, c.arrays(), c.tangents(), given=(inputs, directions))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
@@ -105,10 +109,56 @@ def test_gradients_through_one_result(attend, which):
     check(Program(one, {"causal": True}, derivative=True), attend, c.arrays(), c.cotangents())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_tangents(attend, dtype):
-    c = case(f"B2-T129-S150-H4-K2-D64-{dtype}")
-    check(tangents(causal=True), attend, c.arrays(), c.tangents())
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_tangents(attend, name, options):
+    c = case(name)
+    check(tangents(**options), attend, c.arrays(), c.tangents())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dims", ["D1", "D40", "D64", "D80-Dv96", "D128", "D192-Dv128", "D256"])
+def test_tangents_at_every_row_of_the_table(attend, dims, dtype, causal):
+    c = case(f"B2-T129-S257-H4-K2-{dims}-{dtype}")
+    check(tangents(causal=causal), attend, c.arrays(), c.tangents())
+
+
+@pytest.mark.parametrize("moving", range(3), ids=["query", "key", "value"])
+def test_tangent_of_one_input(attend, moving):
+    c = case("B2-T129-S150-H4-K2-D64-bf16")
+
+    def along(attend, inputs, direction):
+        f = lambda x: attend(*inputs[:moving], x, *inputs[moving + 1 :], return_lse=True)  # noqa: E731
+        return jax.jvp(f, (inputs[moving],), (direction,))[1]
+
+    check(Program(along, {"causal": True}, derivative=True), attend, c.arrays(), c.tangents()[moving])
+
+
+def test_tangents_under_vmap(attend):
+    """Of examples that share keys and values, along directions of which some are shared, too."""
+    c = case("B3x2-T129-S150-H4-K2-D64-bf16")
+    (q, k, v), (dq, dk, dv) = c.arrays(), c.tangents()
+
+    def mapped(attend, *arrays):
+        def one(*x):
+            return jax.jvp(lambda *y: attend(*y, return_lse=True), x[:3], x[3:])[1]
+
+        return jax.vmap(one, in_axes=(0, None, None, None, 0, None))(*arrays)
+
+    check(Program(mapped, {"causal": True}, derivative=True), attend, q, k[0], v[0], dq[0], dk, dv[0])
+
+
+def test_gradient_of_a_tangent(attend):
+    """A loss of a tangent, as in MeanFlow: its gradient runs the code of xla/."""
+    c = case("B2-T100-S70-H4-K2-D32-f32")
+
+    def pulled(attend, inputs, directions, cotangents):
+        pushed = lambda *x: jax.jvp(lambda *y: attend(*y, return_lse=True), x, directions)[1]  # noqa: E731
+        return jax.vjp(pushed, *inputs)[1](cotangents)
+
+    program = Program(pulled, {"causal": True}, derivative=True)
+    check(program, attend, c.arrays(), c.tangents(), c.cotangents())
 
 
 def test_second_order(attend):

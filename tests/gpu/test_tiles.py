@@ -8,7 +8,7 @@ import pytest
 from flash_jax import BlockSizes
 from tests.support.accuracy import check
 from tests.support.cases import case
-from tests.support.programs import values_and_gradients
+from tests.support.programs import everything
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +27,7 @@ OVERRIDES = {
     "256x32w8s1": BlockSizes(256, 32, 8, 1),
     "32x256w8s1": BlockSizes(32, 256, 8, 1),
     "each-its-own": BlockSizes(128, 32, dq=BlockSizes(32, 128, 4, 2), dkv=BlockSizes(16, 64, 4, 3)),
+    "tangent-alone": BlockSizes(tangent=BlockSizes(64, 64, 4, 2)),
     "dkv-alone": BlockSizes(dkv=BlockSizes(64, 128, 8, 2)),
     "stages-alone": BlockSizes(num_stages=5),
 }
@@ -36,14 +37,15 @@ OVERRIDES = {
 @pytest.mark.parametrize("name", TABLE)
 def test_table(attend, name, causal):
     c = case(name)
-    check(values_and_gradients(causal=causal), attend, c.arrays(), c.cotangents())
+    check(everything(causal=causal), attend, c.arrays(), c.cotangents(), c.tangents())
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (90, 41)}], ids=["causal", "window"])
 @pytest.mark.parametrize("sizes", OVERRIDES.values(), ids=OVERRIDES)
 def test_overrides(attend, sizes, options):
     c = case("T300-S333-H4-K2-D64-bf16")
-    check(values_and_gradients(**options), functools.partial(attend, block_sizes=sizes), c.arrays(), c.cotangents())
+    given = c.arrays(), c.cotangents(), c.tangents()
+    check(everything(**options), functools.partial(attend, block_sizes=sizes), *given)
 
 
 def test_one_that_does_not_fit_says_what_would(attend):
