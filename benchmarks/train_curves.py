@@ -78,7 +78,7 @@ class Trainer:
 
     def run(self, number: int) -> tuple[list[float], float, Any]:
         """(loss of each step, tokens/s without the first steps, parameters after step LATER as NumPy arrays)."""
-        state, losses, later, begin = self.start(number), [], None, 0.0
+        state, losses, later, begin, first = self.start(number), [], None, 0.0, 0
         for n in range(1, self.args.steps + 1):
             state, loss = self.step(state, self.example.training_batch(self.text, n, self.args))
             losses.append(loss)

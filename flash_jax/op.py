@@ -45,8 +45,10 @@ def attention(
 def _part(*leaves, tree, spec):
     """`attention` of one device, which has a part of the sequences."""
     if spec.context_strategy == "heads":
-        return context_parallel.by_heads(attention, *tree.unflatten(leaves), spec)
-    return _bind(_forward_p, _forward_arrays, leaves, {"tree": tree, "spec": spec})
+        q, k, v, operands = tree.unflatten(leaves)
+        return context_parallel.by_heads(attention, q, k, v, operands, spec)
+    out, lse = _bind(_forward_p, _forward_arrays, leaves, {"tree": tree, "spec": spec})
+    return out, lse
 
 
 def _bind(p: Primitive, arrays, args, params) -> tuple[jax.Array, ...]:
