@@ -311,7 +311,7 @@ def test_a_cpu_and_a_gpu_that_is_not_there():
     assert found.here.picked == "xla" and found.gpu.picked == "triton" and found.named is None
     assert found.here.why_not == {"triton": NO_GPU, "mosaic_gpu": NO_MOSAIC, "xla": None, "reference": None}
     assert found.gpu.why_not == {"triton": None, "mosaic_gpu": NO_MOSAIC, "xla": None, "reference": None}
-    assert found.tiles["forward"] == Tile(128, 64, 4, 3) and set(found.tiles) == {"forward", "dq", "dkv"}
+    assert found.tiles["forward"] == Tile(128, 64, 4, 3) and set(found.tiles) == {"forward", "dq", "dkv", "tangent"}
     assert found.shared_bytes["forward"] == 2 * 64 * (128 + 3 * 2 * 64)
     assert found.pairs == (1984, 128, 1984) and found.unknown == ()
     assert found.residual_bytes == {"out": 2 * 4096 * 8 * 64 * 2, "lse": 2 * 4096 * 8 * 4}
@@ -338,6 +338,7 @@ triton's tiles  block_q  block_kv  num_warps  num_stages  shared memory
 forward         128      64        4          3           64 KiB
 dq              64       64        4          2           48 KiB
 dkv             64       64        4          3           66 KiB
+tangent         64       64        4          3           112 KiB
 
 forward, pairs of tiles: 1984 full (48.4%), 128 partial (3.1%), 1984 skipped (48.4%); of one head, all examples
 products of float32 inputs: float32 accuracy (on GPUs three TF32 products)

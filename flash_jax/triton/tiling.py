@@ -206,7 +206,9 @@ def shared_bytes(
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
     staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
-    arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents
+    arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
+    if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
+        arrays = 1  # ... which without a pipeline are not all there at once, but for warp groups' three TF32 products
     streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
