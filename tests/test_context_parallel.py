@@ -102,14 +102,26 @@ def check(program, attend, *arrays, name):
 ALONE = ("dropout", "mods")  # which count examples, and so those of a device: here it has all of them
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
-@pytest.mark.parametrize("name", CASES)
-def test_options(attend, name, strategy):
+def check_options(attend, name, strategy):
     given, shapes = CASES[name]
     c = case(f"{SIZES}-{'bf16' if name in ('causal', 'shared') else 'f32'}")
     mesh = mesh_of(AxisType.Auto, 1 if name in ALONE else 2)
     on_devices = functools.partial(shared, attend, strategy, mesh)
     check(values_and_gradients(**given), on_devices, c.inputs(**shapes), c.cotangents(), name=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options_in_a_ring(attend, name):
+    check_options(attend, name, "ring")
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "heads"])
+@pytest.mark.parametrize("name", CASES)
+def test_options_otherwise(name, strategy):
+    """By xla alone: an implementation does not see how the keys came."""
+    tiles = flash_jax.BlockSizes(block_q=16, block_kv=16)
+    attend = functools.partial(flash_jax.flash_attention, implementation="xla", block_sizes=tiles)
+    check_options(attend, name, strategy)
 
 
 def test_a_long_ring_is_a_loop(attend, monkeypatch):

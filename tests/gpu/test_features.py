@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flash_jax
+from flash_jax.triton import stored
 from tests.support.accuracy import check
 from tests.support.cases import case, poisoned
 from tests.support.mods import READS, checkered, same_document_nearby
@@ -76,6 +77,8 @@ FEATURES = {
     "chunk": lambda c: ({"chunk_size": 96, "causal": True}, {}),
     "chunk-both-ways": lambda c: ({"chunk_size": 50, "q_offset": np.array([-20, 31])}, {}),
     "softcap": lambda c: ({"softcap": 2.0, "causal": True}, {}),
+    "softcap-30": lambda c: ({"softcap": 30.0}, {}),
+    "softcap-50-far": lambda c: ({"softcap": 50.0, "scale": 1.5, "causal": True}, {"sinks": (c.H,)}),
     "softcap-scale": lambda c: ({"softcap": 20.0}, {"scale": ()}),
     "alibi": lambda c: ({"causal": True}, {"alibi_slopes": (c.H,)}),
     "alibi-by-example": lambda c: ({}, {"alibi_slopes": (*c.batch, c.H)}),
@@ -124,6 +127,20 @@ def test_tangents(attend, name, feature):
     c = case(name)
     options, shapes = FEATURES[feature](c)
     check(tangents(**options), attend, c.inputs(**shapes), c.inputs(1, **shapes))
+
+
+@pytest.mark.parametrize(
+    "name", ["B3-T300-S333-H4-K2-D64-bf16", "B2-T190-S210-H4-K2-D128-f16", "B4-T190-S210-H2-D64-f32"]
+)
+def test_gradient_of_a_bias_example_by_example(attend, monkeypatch, name):
+    """By the kernel of dq, twice the same; rows of tiles of which some are skipped."""
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    c = case(name)
+    given = c.inputs(bias=(1, c.H, c.T, c.S)), c.cotangents()
+    program = values_and_gradients(window=(100, 20))
+    first = check(program, attend, *given)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(check(program, attend, *given)), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 @pytest.mark.parametrize("name", ["B2-T300-S333-H4-K2-D64-bf16", "B2-T190-S210-H4-K2-D64-f32"])
