@@ -30,6 +30,8 @@ from flash_jax.triton.launch import (
 from flash_jax.triton.operands import Inputs, Reader, View, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
+_FEW = 8  # columns of a float32 head: so few that IEEE products need no more registers
+
 
 class Given(NamedTuple):
     """Arrays, refs or specs: q, k, v, out [..., T, H, Dv] and lse [..., H, T]."""
@@ -125,6 +127,13 @@ class Block:
         """Whether inputs are float32."""
         return self.q[0].dtype == jnp.float32
 
+    @property
+    def product(self) -> AttentionSpec:
+        """How q and k are multiplied: of a few columns, whose errors do not average out, by IEEE products."""
+        spec = self.scores.reader.spec
+        few = self.scores.reader.shape.D <= _FEW and spec.precision == "x3"
+        return dataclasses.replace(spec, precision="ieee") if few else spec
+
     def tile(self, j: Any, masked: bool, careful: bool, products: bool) -> tuple:
         """(place, view, loader of streaming arrays, Q K_j^T, its tangent if `products`) of key/value tile j."""
         reader = self.scores.reader
@@ -133,11 +142,11 @@ class Block:
         view = view.guarded() if self.scores.shift else view  # what is added to scores may be NaN anywhere
         load = functools.partial(_load, (pl.ds(col, reader.tile.block_kv),), view.keep)
         k = load(self.refs.k, reader.shape.D)
-        qk, d_qk = columns.inner(self.q, k, reader.spec), None  # [block_q, block_kv]
+        qk, d_qk = columns.inner(self.q, k, self.product), None  # [block_q, block_kv]
         if products and self.d_q is not None:
-            d_qk = columns.inner(self.d_q, k, reader.spec)
+            d_qk = columns.inner(self.d_q, k, self.product)
         if products and self.moving.k is not None:
-            d_qk = columns.inner(self.q, load(self.moving.k, reader.shape.D), reader.spec, d_qk)
+            d_qk = columns.inner(self.q, load(self.moving.k, reader.shape.D), self.product, d_qk)
         return (self.row, col, masked), view, load, qk, d_qk
 
     def add_mean(self, j: Any, sums: Sums, masked: bool) -> Sums:
