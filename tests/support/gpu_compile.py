@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
 import sys
@@ -103,6 +104,14 @@ def compile_for(target: Target, function, *arguments) -> Compiled:
     if not kernels:
         raise RuntimeError("ptxas told nothing: the CUDA plugin was loaded before this module was imported.")
     return Compiled(program, kernels, seconds)
+
+
+def devices(target: Target, shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh of several such GPUs on one host, to compile for; it takes as much as `jax.make_mesh`, with auto axes."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.config(), topology=f"1x1x{math.prod(shape)}"
+    )
+    return topologies.make_mesh(topology, shape, names)
 
 
 def shared_bytes(target: Target, function, *arguments) -> int:
