@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_sharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flash_jax import dropout_mask, flash_attention
 from flash_jax.flax.linen import SelfAttention, attention_fn
@@ -460,3 +462,38 @@ def test_a_window_cannot_be_placed_in_the_cache_that_flax_decodes_from():
     cache = decoding.init(jax.random.key(0), x)["cache"]
     with pytest.raises(NotImplementedError, match="`window` with a `mask` and 1 queries for 13 keys.*SelfAttention"):
         decoding.apply(params | {"cache": cache}, x[:, :1], mutable=["cache"])
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("strategy", ["ring", "heads"])
+def test_tokens_that_devices_share(strategy):
+    """Inside shard_map, and on a mesh with explicit axes: as on one device, rotary positions included."""
+    options = {"num_heads": 4, "sinks": True, "window": (9, 0), "implementation": "xla"}
+    layer = SelfAttention(**options)
+    shared = SelfAttention(**options, context_axis="seq", context_strategy=strategy)
+    x = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    params = nn.unbox(layer.init(jax.random.key(1), x))
+
+    def loss(layer, params, x):
+        return (layer.apply(params, x) ** 2).sum()
+
+    expected = jax.grad(loss, (1, 2))(layer, params, x)
+    tokens = P(None, "seq")
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def part(params, x):
+        return jax.shard_map(shared.apply, mesh=mesh, in_specs=(P(), tokens), out_specs=tokens)(params, x)
+
+    found = jax.jit(jax.grad(lambda params, x: (part(params, x) ** 2).sum(), (0, 1)))(params, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), found, expected)
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, tokens))
+        found = jax.jit(jax.grad(functools.partial(loss, shared), (0, 1)))(params, placed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), found, expected)
+
+
+def test_devices_share_no_cache():
+    layer = SelfAttention(num_heads=2, decode=True, context_axis="seq")
+    with pytest.raises(NotImplementedError, match="`context_axis` while decoding is not supported"):
+        layer.init(jax.random.key(0), jnp.ones((1, 4, 8)))

@@ -413,3 +413,17 @@ def test_what_cannot_be_served_is_refused():
     decoding.init_cache((BATCH, LENGTH, FEATURES))
     with pytest.raises(NotImplementedError, match="`window` with a `mask` and 1 queries for 13 keys.*SelfAttention"):
         decoding(normal(1, BATCH, 1, FEATURES))
+
+
+@pytest.mark.multi_device
+def test_tokens_that_devices_share():
+    """Inside shard_map: as on one device, rotary positions included; and no cache is shared."""
+    layer = SelfAttention(4, 16, window=(9, 0), implementation="xla", rngs=nnx.Rngs(0))
+    shared = SelfAttention(4, 16, window=(9, 0), implementation="xla", context_axis="seq", rngs=nnx.Rngs(0))
+    x, tokens = jax.random.normal(jax.random.key(0), (2, 32, 16)), jax.sharding.PartitionSpec(None, "seq")
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=automatic, devices=jax.devices()[:4])
+    part = jax.jit(jax.shard_map(lambda x: shared(x), mesh=mesh, in_specs=tokens, out_specs=tokens))
+    np.testing.assert_allclose(part(x), layer(x), rtol=2e-5, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="`context_axis` while decoding is not supported"):
+        shared(x, decode=True)

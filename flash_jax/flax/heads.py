@@ -66,6 +66,15 @@ def require_no_segments(decode: bool, segment_ids: jax.Array | None) -> None:
         )
 
 
+def require_no_context(decode: bool, context_axis: str | None) -> None:
+    """NotImplementedError for a cache that devices would share by its tokens."""
+    if decode and context_axis is not None:
+        raise NotImplementedError(
+            "`context_axis` while decoding is not supported: each device's cache holds all tokens. Decode with "
+            "context_axis=None; the parameters are the same."
+        )
+
+
 def slopes(numbers: tuple[float, ...] | None) -> jax.Array | None:
     """ALiBi's slopes as an array."""
     return None if numbers is None else jnp.asarray(numbers, jnp.float32)

@@ -15,7 +15,7 @@ from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
 from flash_jax.flax.attend import as_bool, attend, dropout_options, says_deterministic
 from flash_jax.flax.refusals import refuse_given
-from flash_jax.flax.rope import rotate_both
+from flash_jax.flax.rope import first_position, rotate_both
 from flash_jax.flax.serve import serve
 
 __all__ = ["SelfAttention", "attention_fn"]
@@ -165,6 +165,8 @@ class SelfAttention(nn.Module):
       param_dtype: of the parameters.
       kernel_init: of the projections' kernels, called with the shape of a matrix.
       precision: of the products, in the projections and in attention.
+      context_axis, context_strategy: a mesh axis over which the tokens are sharded, in their order, and how devices
+        attend those of the others; see `flash_jax.flash_attention`. Not for decoding.
       implementation, block_sizes: see `flash_jax.flash_attention`.
       deterministic: whether nothing is dropped, unless the call says otherwise; one of the two must say so where
         dropout_rate is positive. The key comes from the rng collection "dropout".
@@ -216,6 +218,8 @@ class SelfAttention(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     kernel_init: Callable[..., jax.Array] = nn.initializers.lecun_normal()
     precision: Any = None
+    context_axis: str | None = None
+    context_strategy: str | None = None
     implementation: str | None = None
     block_sizes: BlockSizes | None = None
     deterministic: bool | None = None
@@ -241,6 +245,7 @@ class SelfAttention(nn.Module):
         """
         heads.require_causal(self.decode, self.causal)
         heads.require_no_segments(self.decode, segment_ids)
+        heads.require_no_context(self.decode, self.context_axis)
         features = x.shape[-1]
         kv_heads, head_dim = heads.head_counts(
             features, self.num_heads, self.num_kv_heads, self.head_dim, self.rope_theta
@@ -291,12 +296,14 @@ class SelfAttention(nn.Module):
             "sinks": self.param("sinks", sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             "alibi_slopes": heads.slopes(self.alibi_slopes),
             "precision": self.precision,
+            "context_axis": self.context_axis,
+            "context_strategy": self.context_strategy,
             "implementation": self.implementation,
             "block_sizes": self.block_sizes,
         }
 
     def _attend(self, query, key, value, **options):
-        query, key = rotate_both(query, key, 0, self.rope_theta)
+        query, key = rotate_both(query, key, first_position(query, self.context_axis), self.rope_theta)
         return attend(query, key, value, causal=self.causal, **options)
 
     def _decode(self, query, key, value, *, segment_ids, **options):

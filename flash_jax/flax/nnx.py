@@ -15,7 +15,7 @@ from flash_jax.flax import cache as kv_cache
 from flash_jax.flax import heads
 from flash_jax.flax.attend import as_bool, attend, dropout_options, says_deterministic
 from flash_jax.flax.refusals import refuse_given
-from flash_jax.flax.rope import rotate_both
+from flash_jax.flax.rope import first_position, rotate_both
 from flash_jax.flax.serve import serve
 
 __all__ = ["SelfAttention", "attention_fn"]
@@ -184,6 +184,8 @@ class SelfAttention(nnx.Module):
       param_dtype: of the parameters.
       kernel_init: of the projections' kernels, called with the shape of a matrix.
       precision: of the products, in the projections and in attention.
+      context_axis, context_strategy: a mesh axis over which the tokens are sharded, in their order, and how devices
+        attend those of the others; see `flash_jax.flash_attention`. Not for decoding.
       implementation, block_sizes: see `flash_jax.flash_attention`.
       deterministic: whether nothing is dropped, unless the call says otherwise; one of the two must say so where
         dropout_rate is positive. The key comes from the stream "dropout".
@@ -239,6 +241,8 @@ class SelfAttention(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable[..., jax.Array] = nnx.initializers.lecun_normal(),  # noqa: B008 (a pure function)
         precision: Any = None,
+        context_axis: str | None = None,
+        context_strategy: str | None = None,
         implementation: str | None = None,
         block_sizes: BlockSizes | None = None,
         deterministic: bool | None = None,
@@ -254,6 +258,8 @@ class SelfAttention(nnx.Module):
             "window": window,
             "softcap": softcap,
             "precision": precision,
+            "context_axis": context_axis,
+            "context_strategy": context_strategy,
             "implementation": implementation,
             "block_sizes": block_sizes,
         }
@@ -312,6 +318,7 @@ class SelfAttention(nnx.Module):
         decode = self.decode if decode is None else decode
         heads.require_causal(decode, self.causal)
         heads.require_no_segments(decode, segment_ids)
+        heads.require_no_context(decode, self.options["context_axis"])
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -368,7 +375,8 @@ class SelfAttention(nnx.Module):
         return dropout_options(self.dropout_rate, False, key)
 
     def _attend(self, query, key, value, **options):
-        query, key = rotate_both(query, key, 0, self.rope_theta)
+        start = first_position(query, self.options["context_axis"])
+        query, key = rotate_both(query, key, start, self.rope_theta)
         return attend(query, key, value, causal=self.causal, **options)
 
     def _decode(self, query, key, value, **options):

@@ -25,6 +25,15 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def first_position(x: jax.Array, context_axis: str | None) -> jax.Array | int:
+    """The position of the first of the tokens of x [..., T, H, D]: 0, but on a device that has a part of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if context_axis is None or kinds.get(context_axis) != jax.sharding.AxisType.Manual:
+        return 0
+    return jax.lax.axis_index(context_axis) * x.shape[-3]
+
+
 def rotate_both(query: jax.Array, key: jax.Array, start: jax.Array | int, theta: float | None):
     """query [..., T, H, D] and key [..., T, K, D], row t rotated for position start + t; unchanged if theta is None."""
     if theta is None:
