@@ -124,6 +124,25 @@ def test_options_otherwise(name, strategy):
     check_options(attend, name, strategy)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
+@pytest.mark.parametrize("length", [512, 96])  # parts begin at whole blocks of the map, or do not
+def test_block_mask(length, strategy):
+    def documents(b, h, i, j, *_):
+        return i // 200 == j // 200
+
+    x, mesh = jax.random.normal(jax.random.key(0), (1, length, 4, 8)), mesh_of(AxisType.Auto, 1)
+    blocks = flash_jax.block_mask(documents, (1, 4, length, length))
+    attend = functools.partial(flash_jax.flash_attention, causal=True, implementation="xla")
+
+    def part(x, blocks):
+        return attend(x, x, x, block_mask=blocks, context_axis="seq", context_strategy=strategy)
+
+    shared = jax.shard_map(part, mesh=mesh, in_specs=(P(None, "seq"), P()), out_specs=P(None, "seq"))
+    found = jax.jit(jax.value_and_grad(lambda x: (shared(x, blocks) ** 2).sum()))(x)
+    expected = jax.value_and_grad(lambda x: (attend(x, x, x, block_mask=blocks) ** 2).sum())(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
 def test_a_long_ring_is_a_loop(attend, monkeypatch):
     monkeypatch.setattr(context_parallel, "UNROLLED", 1)
     c = case(f"{SIZES}-f32")
