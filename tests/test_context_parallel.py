@@ -8,6 +8,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -284,6 +285,19 @@ def test_saving_what_is_named_saves_running_the_ring_again():
         return str(jax.make_jaxpr(part)(x)).count("flash_attention_forward[")
 
     assert (passes(policy), passes(None)) == (1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
+def test_export(strategy):
+    """A program that is exported and read again gives the same bits."""
+    mesh, tokens = mesh_of(AxisType.Auto, 1), P(None, "seq")
+    attend = functools.partial(
+        flash_jax.flash_attention, causal=True, implementation="xla", context_axis="seq", context_strategy=strategy
+    )
+    f = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens))
+    x = jax.device_put(jax.random.normal(jax.random.key(0), (1, 32, 4, 8)), NamedSharding(mesh, tokens))
+    again = jax.export.deserialize(jax.export.export(f)(x, x, x).serialize())
+    np.testing.assert_array_equal(jax.jit(again.call)(x, x, x), f(x, x, x))
 
 
 class TestErrors:
