@@ -257,16 +257,20 @@ def _finished(
     d_lse = jnp.where(alive, found.p_ds, 0)
     base = None if base is None else jnp.where(alive, base, 0)
     p_sink = None if sink is None else jnp.where(lse == -jnp.inf, 0, jnp.exp(sink - lse))
-    factor = jnp.full_like(lse, 1 / (1 - spec.dropout_rate))
+    factor, norm = jnp.full_like(lse, 1 / (1 - spec.dropout_rate)), jnp.ones_like(lse)
     if found.p is not None:  # without the rounding of lse, of which d lse would have as much
         norm = row_norm(jnp.where(alive, found.p, 0), p_sink)
         factor, d_lse = factor * norm, d_lse * norm
         p_sink = None if p_sink is None else p_sink * norm
-    if p_sink is not None and not (d_sink is None and base is None):  # one more entry of the row
-        d_lse += p_sink * ((0 if d_sink is None else d_sink) - (0 if base is None else base))
+    if p_sink is not None and d_sink is not None:  # one more entry of the row
+        d_lse += p_sink * d_sink
+    relative = d_lse  # to base
+    if base is not None:  # the keys' share of it, not all of it less the sink's, which may leave nothing
+        relative = d_lse if p_sink is None else d_lse - p_sink * base
+        d_lse += base if p_sink is None else base * (jnp.where(alive, found.p, 0) * norm)
     parts = zip(found.d_out, out, strict=True)
-    d_out = (d * factor[:, None] - x.astype(jnp.float32) * d_lse[:, None] for d, x in parts)
-    return tuple(jnp.where(alive[:, None], x, 0) for x in d_out), d_lse if base is None else d_lse + base
+    d_out = (d * factor[:, None] - x.astype(jnp.float32) * relative[:, None] for d, x in parts)
+    return tuple(jnp.where(alive[:, None], x, 0) for x in d_out), d_lse
 
 
 def tangent(
