@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--tflops", type=float, default=400)
     args = parser.parse_args()
-    sizes = args.tokens, *args.heads, args.dim
+    (H, K), sizes = args.heads, (args.tokens, args.heads[0], args.heads[1], args.dim)
     names = ("heads", "ring", "all_gather")
-    print(f"{args.tokens} tokens, H = {sizes[1]}, K = {sizes[2]}, D = {sizes[3]}\n")
+    print(f"{args.tokens} tokens, H = {H}, K = {K}, D = {args.dim}\n")
     print(
         f"| devices | compute | {' | '.join(f'{x}: sent' for x in names)} | {' | '.join(f'{x}: kept' for x in names)} |"
     )
@@ -54,9 +54,9 @@ def main() -> None:
     for n in (8, 16, 64, 256, 1024):
         cells = [f"{f(name, n, *sizes) / 2**30:.2f} GiB" for f in (sent, kept) for name in names]
         for at in (0, 3):  # of "heads", which needs a head of each kind for every device
-            if sizes[2] % n:
+            if K % n:
                 cells[at] = "-"
-        seconds = compute(n, args.tokens, sizes[1], sizes[3], args.tflops)
+        seconds = compute(n, args.tokens, H, args.dim, args.tflops)
         print(f"| {n} | {seconds * 1e3:,.0f} ms | {' | '.join(cells)} |")
 
 

@@ -62,7 +62,7 @@ def strategy(name: str | None, count: int, heads: tuple[int, int]) -> str:
     """The strategy for `count` devices and (H, K) heads: the one named, or the best that serves.
 
     "heads" moves the least, (2 T H D + 2 S K D) / devices numbers in all, and shares the work of a causal mask evenly;
-    it needs heads for all devices. A "ring" and "all_gather" move 2 S K D numbers to each device; a ring hides that.
+    it needs heads for all devices. A "ring" and "all_gather" move 2 S K D numbers to each device, the ring meanwhile.
     """
     served = all(n % count == 0 for n in heads)
     if name == "heads" and not served:

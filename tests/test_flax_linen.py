@@ -484,7 +484,7 @@ def test_tokens_that_devices_share(strategy):
     def part(params, x):
         return jax.shard_map(shared.apply, mesh=mesh, in_specs=(P(), tokens), out_specs=tokens)(params, x)
 
-    found = jax.jit(jax.grad(lambda params, x: (part(params, x) ** 2).sum(), (0, 1)))(params, x)
+    found = jax.jit(jax.grad(lambda params, x: jnp.square(part(params, x)).sum(), (0, 1)))(params, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), found, expected)
     mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -265,7 +265,7 @@ def _finished(
     if p_sink is not None and d_sink is not None:  # one more entry of the row
         d_lse += p_sink * d_sink
     relative = d_lse  # to base
-    if base is not None:  # the keys' share of it, not all of it less the sink's, which may leave nothing
+    if base is not None and found.p is not None:  # the keys' share of it: all of it less the sink's may leave nothing
         relative = d_lse if p_sink is None else d_lse - p_sink * base
         d_lse += base if p_sink is None else base * (jnp.where(alive, found.p, 0) * norm)
     parts = zip(found.d_out, out, strict=True)

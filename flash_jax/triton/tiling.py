@@ -34,7 +34,7 @@ class Tile:
 
 # (pass, head dim padded to a power of two, bytes per element) -> tile. Chosen from runs on an H200 and from the
 # registers and spills that the compile lane prints; benchmarks/NOTES.md has the history. A narrower head dim takes the
-# row of 64. The rows of "tangent" are by registers and spills alone: not timed yet.
+# row of 64. The rows of "tangent" are by registers and spills alone: no others have been timed.
 _TABLE = {
     ("forward", 64, 2): Tile(128, 64, 4, 3),
     ("forward", 128, 2): Tile(128, 64, 4, 2),
