@@ -2,14 +2,14 @@
 # What one visit to a GPU runs: the parts named, one after another, each with a log; a table of what happened comes last.
 #
 #     sh benchmarks/gpu_call.sh smoke grid            parts: smoke grid options features extremes speed costs
-#                                                   tangent sweep train; on two GPUs: context scaling
+#                                                   tangent sweep train; on two GPUs: context scaling devices
 #
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
 # number of cores less two where that is smaller). PYTHON is the interpreter (default: python3). Exits with 1 if a part failed.
 set -u
 for name in "$@"; do
     case $name in
-    smoke | grid | options | features | extremes | speed | costs | tangent | sweep | train | context | scaling) ;;
+    smoke | grid | options | features | extremes | speed | costs | tangent | sweep | train | context | scaling | devices) ;;
     *)
         echo "gpu_call.sh: there is no part '$name'" >&2
         exit 2
@@ -68,6 +68,7 @@ for name in "$@"; do
         ;;
     context) part context 300 "XLA_FLAGS='$quick' $pytest tests/gpu/test_context.py" ;;
     scaling) part scaling 300 "$python -m benchmarks.scaling --json '$out/scaling.json'" ;;
+    devices) part devices 400 "$python -m benchmarks.train_devices --json '$out/devices.json'" ;;
     speed) part speed 300 "$python -m benchmarks.speed --json '$out/speed.json'" ;;
     costs) part costs 300 "$python -m benchmarks.features --json '$out/features.json'" ;;
     tangent) part tangent 300 "$python -m benchmarks.tangent --json '$out/tangent.json'" ;;
