@@ -97,6 +97,7 @@ def test_refuses_another_shape_or_dtype():
         assert_accurate(x.astype(jnp.bfloat16), r, p)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", (OPTIONS | LENGTHS).values(), ids=OPTIONS | LENGTHS)
 def test_the_yardstick_is_the_function_that_it_measures(options):
     """Plain attention and the reference are one function in float64; were they not, the "error" of the one would widen

@@ -8,6 +8,8 @@ from tests.support.accuracy import check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
 from tests.support.programs import Program, everything, gradients
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "name, shape, options",

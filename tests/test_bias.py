@@ -14,6 +14,8 @@ from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, second_order, values_and_gradients
 from tests.support.structure import lowered_sizes, named
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "name, shape, options",

@@ -16,6 +16,8 @@ from tests.support.cases import case, poisoned
 from tests.support.mods import checkered
 from tests.support.programs import Program, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 # What the map says.
 
 

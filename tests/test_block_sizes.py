@@ -36,6 +36,7 @@ def with_sizes(implementation, sizes):
     return functools.partial(flash_jax.flash_attention, implementation=implementation, block_sizes=sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", SIZES, ids=short)
 def test_any_sizes(implementation, sizes):
     """Case B07, with its unequal blocks scaled down; values and all gradients."""
@@ -50,6 +51,7 @@ def test_xla_takes_any_positive_size(sizes):
     check(program, with_sizes("xla", sizes), c.arrays(), c.cotangents())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "row", sorted({(dim, size) for _, dim, size in tiling._TABLE}), ids=lambda r: f"D{r[0]}-{r[1]}bytes"
 )

@@ -38,6 +38,7 @@ def test_a01_a_row_with_nothing_to_attend(attend, options, riding):
     assert np.any(out[0, 1:], axis=-1).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options, riding", ROW_0_DEAD.values(), ids=ROW_0_DEAD)
 def test_a02_a_dead_row_outside_the_loss(attend, options, riding):
     """The loss reads rows 1 to 3 only: every gradient is finite, and that of the dead row is zero."""
@@ -49,6 +50,7 @@ def test_a02_a_dead_row_outside_the_loss(attend, options, riding):
     assert not riding or not np.any(of_bias["bias"][0])
 
 
+@pytest.mark.thorough
 def test_a03_the_lowest_finite_bias_is_no_mask(attend):
     """float16, 128 tokens scaled to 40: -65504 in a third of the cells and one row of nothing else, which is a softmax
     like any other; and zero cotangents give zeros."""
@@ -64,6 +66,7 @@ def test_a03_the_lowest_finite_bias_is_no_mask(attend):
     assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(functools.partial(gradients(), attend))(given, zeros)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spelling", ["window", "mask", "bias"])
 def test_a05_a_band_whose_first_tiles_are_masked(attend, spelling):
     """640 tokens, of which each sees 10: scaled to 160, ten tiles; late rows meet no live key in most of them."""
@@ -226,6 +229,7 @@ def test_b14_a_length_just_short_of_a_tile(attend):
     assert_agrees(calls[0], forward(), *c.arrays())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 7, 17, 63, 65, 100, 192])
 def test_b15_lengths_that_are_no_multiple_of_the_tile(implementation, length):
     """Tiles of 128, as in the case."""
@@ -234,6 +238,7 @@ def test_b15_lengths_that_are_no_multiple_of_the_tile(implementation, length):
     check(forward(), attend, *case(f"B1-T{length}-H2-D16-bf16").arrays())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [63, 65])
 def test_b17_the_tail_of_a_head_stays_in_its_head(attend, length):
     """The gradients of a head, within a call of three, are those of the call with this head alone."""
@@ -261,6 +266,7 @@ def test_b18_no_keys_in_some_examples(attend):
         assert not np.any(x[::2]) and np.any(x[1::2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_c01_shared_heads_sum_their_gradients(attend, dtype):
     """As if key and value had been repeated for each query head and the gradients of the copies summed."""
@@ -274,6 +280,7 @@ def test_c01_shared_heads_sum_their_gradients(attend, dtype):
     assert_agrees(found, Program(repeated, derivative=True), c.arrays(), c.cotangents())
 
 
+@pytest.mark.thorough
 def test_c07_vmap_with_a_mask_for_all_and_its_gradient(attend):
     """(16, 512, 16, 48) scaled to (3, 20, 4, 48), one array as query, key and value; the mask's cotangent is float0."""
     c = case("B3-T20-H4-D48-bf16")
@@ -299,6 +306,7 @@ def test_d02_a_mask_of_keys_for_each_example(attend):
     check(values_and_gradients(mask=mask), attend, c.arrays(), c.cotangents())
 
 
+@pytest.mark.thorough
 def test_d04_a_mask_that_moves_with_the_query(attend):
     """256 tokens in tiles of 128, a band of 50: scaled to 40, tiles of 16, a band of 8; a bias of [B, H, T, 1]."""
     c = case("B2-T40-H2-D16-f32")

@@ -9,6 +9,8 @@ from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import case
 from tests.support.programs import Program, forward, tangents, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 WITH_GRADIENTS = {
     "causal": {"causal": True},
     "window-3-1": {"window": (3, 1)},

@@ -111,11 +111,13 @@ def check_options(attend, name, strategy):
     check(values_and_gradients(**given), on_devices, c.inputs(**shapes), c.cotangents(), name=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_options_in_a_ring(attend, name):
     check_options(attend, name, "ring")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["all_gather", "heads"])
 @pytest.mark.parametrize("name", CASES)
 def test_options_otherwise(name, strategy):
@@ -171,6 +173,7 @@ def test_second_order(strategy):
     check(second_order(causal=True), on_devices, *arrays, name="second order")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", [None, "ring", "all_gather"])
 @pytest.mark.parametrize("heads", ["H8-K4", "H4-K2"])
 def test_explicit_axes(attend, strategy, heads):
@@ -239,6 +242,7 @@ def test_a_ring_never_holds_all_keys():
     assert whole == {"ring": False, "all_gather": True}
 
 
+@pytest.mark.thorough
 def test_keys_that_nobody_attends_may_hold_nan(attend):
     """Also where they belong to another device."""
     c, mesh = case("B2-T24-S40-H4-K4-D16-f32"), mesh_of(AxisType.Auto)

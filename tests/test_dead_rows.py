@@ -8,6 +8,8 @@ from tests.support.accuracy import check
 from tests.support.cases import case, poisoned
 from tests.support.programs import gradients, tangents, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 NAME = "B2-T35-S41-H4-K2-D24-Dv16-f32"
 LENGTHS = {"q_lengths": np.array([35, 18]), "kv_lengths": np.array([20, 41])}
 

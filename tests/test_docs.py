@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flash_jax
+from tests.support.tiers import every
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -49,7 +50,7 @@ def documented() -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize("page", every(99, [page for page in PAGES if blocks(page, "python")]))
 def test_python_blocks_run(page):
     names = {"__name__": "__main__"}  # one namespace a page: later blocks go on where earlier ones ended
     for block in blocks(page, "python"):

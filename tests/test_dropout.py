@@ -14,6 +14,8 @@ from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
 from tests.support.programs import Program, everything, forward, gradients, second_order
 from tests.support.structure import lowered_sizes
 
+pytestmark = pytest.mark.thorough
+
 KEY = jax.random.PRNGKey(7)
 
 

@@ -73,6 +73,7 @@ PRECISIONS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_every_precision_of_jax_is_taken(attend, precision):
     """On a CPU all of them are float32 or better."""

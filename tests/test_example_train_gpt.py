@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.support.tiers import every
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = ["--layers", "1", "--dim", "16", "--heads", "2", "--length", "16", "--batch-size", "4", "--seed", "3"]
 FAST = ["--learning-rate", "0.02", "--eval-every", "20"]
@@ -180,6 +182,7 @@ def test_attention_changes_nothing_but_rounding(example, text, whole_run, tmp_pa
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.multi_device
 @pytest.mark.parametrize("axes", ["data=2", "tensor=2", "seq=2", "data=4,seq=2"])
 def test_on_a_mesh_losses_are_those_of_one_device(example, text, whole_run, axes):
@@ -196,6 +199,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device(whole_run, run_on_a_mesh):
     assert len((run_on_a_mesh / "sample.txt").read_bytes()) == 16
 
 
+@pytest.mark.thorough
 @pytest.mark.multi_device
 @pytest.mark.parametrize("flags", [ALL_AXES, []], ids=["same-mesh", "one-device"])
 def test_resuming_what_a_mesh_began(example, text, run_on_a_mesh, tmp_path, flags):
@@ -361,7 +365,7 @@ def test_without_the_optional_packages_it_trains_and_says_so_once(example, capsy
     assert "there is no checkpoint" in fails(example, capsys, "--data", text, "--out", out, "--resume")
 
 
-@pytest.mark.parametrize("mesh", [[], ["--mesh", "data=2"]], ids=["one-device", "mesh"])
+@pytest.mark.parametrize("mesh", every(2, [[], ["--mesh", "data=2"]]), ids=["one-device", "mesh"])
 def test_interrupting_saves_and_stops(text, tmp_path, mesh):
     out = tmp_path / "run"
     command = [sys.executable, str(SCRIPT), *TINY, *mesh, "--data", str(text), "--out", str(out)]

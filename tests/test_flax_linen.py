@@ -374,6 +374,7 @@ def test_flaxs_own_decoding():
     np.testing.assert_allclose(np.concatenate(outs, axis=1), whole, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False])
 def test_dropout_keeps_what_it_says(shared):
     """`broadcast_dropout`: whether all examples and heads drop the same. Values and every gradient, in float64."""

@@ -7,6 +7,7 @@ import pytest
 from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import case
 from tests.support.programs import forward
+from tests.support.tiers import every
 
 LENGTHS = [
     "B2-T1-S1-D16-f32",
@@ -44,7 +45,7 @@ LEADING = ["T20-S33-H4-K2-f32", "B1-T20-S33-f32", "B3-T20-S33-f32", "B2x3-T20-S3
 DTYPES = [f"B2-T63-S65-H4-K2-D24-Dv40-{dtype}" for dtype in ("bf16", "f16", "f32")]
 
 
-@pytest.mark.parametrize("name", LENGTHS + DTYPES)
+@pytest.mark.parametrize("name", every(2, LENGTHS + DTYPES))
 def test_lengths_and_dtypes(attend, name):
     check(forward(), attend, *case(name).arrays())
 
@@ -54,7 +55,7 @@ def test_causal(attend, name):
     check(forward(causal=True), attend, *case(name).arrays())
 
 
-@pytest.mark.parametrize("name", HEAD_DIMS + HEADS + LEADING)
+@pytest.mark.parametrize("name", every(3, HEAD_DIMS + HEADS + LEADING))
 def test_head_dims_heads_and_leading_dims(attend, name):
     check(forward(causal=True), attend, *case(name).arrays())
 

@@ -12,6 +12,8 @@ from tests.support.accuracy import check
 from tests.support.cases import case
 from tests.support.programs import everything, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 EYE = jnp.broadcast_to(jnp.eye(6)[None, :, None], (1, 6, 2, 6))
 ZERO = jnp.zeros((1, 6, 2, 8))
 

@@ -11,6 +11,7 @@ import flash_jax
 from tests.support.accuracy import assert_slope, check
 from tests.support.cases import case
 from tests.support.programs import Program, gradients, tangents
+from tests.support.tiers import every
 from tests.test_forward import EMPTY
 
 SHAPES = [
@@ -27,7 +28,7 @@ SHAPES = [
 ONE = "B2-T35-S41-H4-K2-D24-Dv16-f32"
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", every(2, SHAPES))
 def test_through_output_and_lse(attend, name):
     c = case(name)
     check(gradients(causal=True), attend, c.arrays(), c.cotangents())
@@ -62,6 +63,7 @@ def test_zero_cotangents_give_zeros(attend):
         assert not np.any(g)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wanted", [(2,), (0, 1)], ids=["value", "query-key"])
 def test_of_some_inputs_only(attend, wanted):
     """What is not asked for is neither computed nor missed."""
@@ -77,6 +79,7 @@ def test_of_some_inputs_only(attend, wanted):
     check(Program(some, {"causal": True}, derivative=True), attend, c.arrays(), c.cotangents())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_of_the_scale(attend, dtype):
     """Sixteen examples, each with a scale of its own by vmap: one number alone could be right by luck."""
@@ -91,6 +94,7 @@ def test_of_the_scale(attend, dtype):
     assert dscale.dtype == jnp.float32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_with_a_static_scale(attend, scale):
     c = case(ONE)

@@ -147,6 +147,7 @@ def of_banded():
     return block_mask(banded, (2, 2, 500, 500))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", MAPPED)
 def test_tiles_of_a_map_against_brute_force(name, sizes, of_banded):
@@ -174,6 +175,7 @@ def test_tiles_of_a_map_against_brute_force(name, sizes, of_banded):
     assert explain(LONG, LONG, LONG, **options, block_sizes=blocks).pairs == tuple(counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MAPPED)
 def test_tiles_of_a_map_are_those_of_the_kernels(name, of_banded):
     """Each program of a Pallas kernel writes the list that it would run over."""
@@ -285,6 +287,7 @@ def test_no_queries_or_no_keys():
         assert str(visualize_mask(*arrays)).endswith("# 0 full, / 0 partial, . 0 skipped")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page, shown", [("masks", 6), ("mods", 2)])
 def test_a_page_prints_what_it_shows(page, shown, capsys):
     """The page's blocks of Python, those that print followed by the text; in one namespace."""

@@ -93,6 +93,7 @@ def test_results_are_jaxs(name, options):
     hold_to_jaxs(name, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(2, 4, 1, 12), (2, 1, 9, 1), (9, 12)], ids=str)
 def test_bias_and_mask_broadcast_as_jaxs(shape):
     c = case(SMALL)
@@ -113,6 +114,7 @@ JAXS_MODES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", JAXS_MODES)
 def test_jaxs_own_cases(mode):
     """The ways of masking that JAX's tests try, at their size, with their tolerances."""
@@ -163,6 +165,7 @@ def test_vmap_over_unbatched_calls(kv_heads):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_fewer_dims(rank):
     q, k, v = (x[(0,) * (4 - rank)] for x in case("B2-T5-S7-H4-K2-D8-f32").arrays())

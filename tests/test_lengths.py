@@ -7,6 +7,8 @@ from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import case
 from tests.support.programs import Program, forward, gradients, tangents, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 WITH_GRADIENTS = {
     "keys": {"kv_lengths": np.array([20, 41])},
     "queries": {"q_lengths": np.array([35, 18])},

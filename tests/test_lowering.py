@@ -107,6 +107,7 @@ def lowered_with_mods(mod, c, dtype, **options):
     return gpu_compile.triton_ir(gpu_compile.lower(jax.grad(loss, (0, 1, 2, 3)), x, kv, kv, tables))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", READS)
 def test_every_kind_of_read_lowers(kind, dtype):
@@ -154,6 +155,7 @@ OF_INTS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*FUNCTIONS, *(f"{name} of ints" for name in OF_INTS)])
 def test_functions_that_a_mod_may_use_lower(name):
     """And their derivatives."""

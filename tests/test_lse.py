@@ -51,6 +51,7 @@ def test_two_parts_combine_to_the_whole(attend):
     assert_agrees(halves(q, k, v), forward(), q, k, v)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_z_loss_has_a_gradient(attend, dtype):
     """Case E03: the gradient of a loss on the log-sum-exp alone is that of JAX's own logsumexp."""

@@ -11,6 +11,8 @@ from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, forward, values_and_gradients
 from tests.support.structure import lowered_sizes
 
+pytestmark = pytest.mark.thorough
+
 
 def drawn_mask(c, shape, share=0.6):
     """True in about `share` of the entries."""

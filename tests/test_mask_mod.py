@@ -12,6 +12,8 @@ from tests.support.cases import case, poisoned
 from tests.support.mods import REACH, by_difference, documents, same_document, same_document_nearby
 from tests.support.programs import everything, gradients, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 FEW, MANY = "B2-T17-S34-H4-K2-D8-f32", "B2-T33-S18-H2-K1-D8-bf16"
 
 

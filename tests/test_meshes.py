@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support.accuracy import assert_accurate, judges
 from tests.support.cases import case
 from tests.support.programs import values_and_gradients
+from tests.support.tiers import every
 
 pytestmark = pytest.mark.multi_device
 
@@ -73,7 +74,7 @@ def counted(compiled):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(5, CASES))
 def test_batch_and_heads_stay_sharded(attend, name, kind):
     text, of_query, of_key, (given, shapes), sums = CASES[name]
     c, mesh = case(text), mesh_of(kind)
@@ -133,6 +134,7 @@ def test_gradient_of_scale(attend):
     np.testing.assert_allclose(f(jnp.float32(0.3), *placed), f(jnp.float32(0.3), *inputs), rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2)], ids=["kv-heads-cut", "kv-heads-whole"])
 def test_mods_count_batch_and_heads_over_all_devices(attend, heads):
     """And the gradients of what they read are those of one device."""
@@ -177,6 +179,7 @@ OF_ROWS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_queries_stay_sharded_and_keys_are_gathered_under_automatic_axes(attend, name):
     given, shapes = OF_ROWS[name]

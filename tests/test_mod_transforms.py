@@ -14,6 +14,8 @@ from tests.support.mods import REACH, by_difference, by_entry, several
 from tests.support.programs import Program, second_order, values_and_gradients
 from tests.support.structure import lowered_sizes, named
 
+pytestmark = pytest.mark.thorough
+
 MAPPED = "B3x2-T9-S18-H2-K1-D8-f32"
 
 

@@ -8,6 +8,8 @@ from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, forward, gradients, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 
 def drawn(shape, low, high, seed=0):
     return np.random.default_rng(seed).integers(low, high, shape)

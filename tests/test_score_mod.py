@@ -10,6 +10,8 @@ from tests.support.cases import case, poisoned
 from tests.support.mods import READS, by_difference, by_row, several
 from tests.support.programs import Program, everything, gradients, tangents, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 ODD = "B2-T17-S18-H2-D8-f32"
 NAMES = ["B2-T18-S33-H4-K2-D8-f32", "B2-T33-S18-H4-K1-D8-bf16"]
 # The default run takes each kind of read with one of them, in turn.

@@ -9,6 +9,8 @@ from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, gradients, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 SQUARE = "B2-T40-H4-K2-D8-f32"
 DOCUMENTS = np.repeat([[3, 0, 7, -1], [1, 2, 2, 5]], [17, 9, 11, 3], axis=1)  # ids need not grow
 

@@ -11,6 +11,8 @@ from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case
 from tests.support.programs import Program, everything, forward, second_order, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "name, shape, options",

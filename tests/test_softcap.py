@@ -13,6 +13,8 @@ from tests.support.accuracy import check
 from tests.support.cases import case
 from tests.support.programs import Program, everything, forward, second_order, values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 NAME = "B2-T19-S35-H4-K2-D8-f32"
 
 

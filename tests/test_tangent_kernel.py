@@ -22,6 +22,8 @@ from tests.support.mods import READS, documents, same_document_nearby
 from tests.support.programs import Program, keywords, tangents
 from tests.support.structure import named
 
+pytestmark = pytest.mark.thorough
+
 KERNEL = "flash_attention_tangent_kernel"
 
 

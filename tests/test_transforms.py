@@ -43,6 +43,7 @@ def test_derivative_of_the_gradients(attend, options, dtype):
     check(second_order(**options), attend, c.arrays(), c.cotangents(), c.tangents())
 
 
+@pytest.mark.thorough
 def test_gradient_of_a_function_of_the_gradient(attend):
     def twice(attend, *x):
         return jax.grad(lambda q, k, v: sum(jnp.vdot(g, g) for g in gradient(attend, q, k, v)), argnums=(0, 1, 2))(*x)
@@ -60,6 +61,7 @@ def test_gradient_of_a_tangent(attend):
     check(Program(reverse_over_forward, {"causal": True}, derivative=True), attend, c.arrays(), c.tangents())
 
 
+@pytest.mark.thorough
 def test_tangent_of_a_tangent(attend):
     c = case(ONE)
 
@@ -71,6 +73,7 @@ def test_tangent_of_a_tangent(attend):
     check(program, attend, c.arrays(), c.tangents(), c.tangents(seed=5))
 
 
+@pytest.mark.thorough
 def test_second_derivative_by_the_scale(attend):
     def by_scale(attend, q, k, v, scale):
         return jax.grad(jax.grad(lambda s: loss(functools.partial(attend, scale=s), q, k, v)))(scale)
@@ -78,6 +81,7 @@ def test_second_derivative_by_the_scale(attend):
     check(Program(by_scale, {"causal": True}, derivative=True), attend, *case(ONE).arrays(), np.float32(0.4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_jacobians(attend, jacobian):
     """Case H13."""
@@ -89,6 +93,7 @@ def test_jacobians(attend, jacobian):
     check(Program(of_query, {"causal": True}, derivative=True), attend, *case(TINY).arrays())
 
 
+@pytest.mark.thorough
 def test_linearize_and_its_transpose(attend):
     c = case(ONE)
 
@@ -133,6 +138,7 @@ def test_gradient_of_vmap_sums_over_what_is_not_mapped(attend):
     assert dk.shape == k[0].shape
 
 
+@pytest.mark.thorough
 def test_nested_vmap_with_options_that_are_mapped_too(attend):
     """Two mapped axes over different subsets; lengths go with one, the scale with the other, the offset is traced."""
     q, k, v = case("B2x3-T9-S12-H4-K2-D8-f32").arrays()
@@ -203,6 +209,7 @@ def test_while_loop_and_cond(attend):
         check(Program(loops, {"causal": True}), attend, q, k, v, np.int32(count))
 
 
+@pytest.mark.thorough
 def test_gradient_through_cond(attend):
     def branches(attend, q, k, v, which):
         run = lambda *x: jax.lax.switch(which, [attend, lambda q, k, v: attend(q, v, k), lambda q, k, v: q], *x)  # noqa: E731
@@ -279,6 +286,7 @@ def test_export_and_back():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("D", [16, 64, 80])
 def test_gradient_of_what_vmap_shares(attend, D):
     """Summed over the examples: in float32, whose tiles are cut otherwise than those of 16 bits."""

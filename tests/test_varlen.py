@@ -15,6 +15,8 @@ from tests.support.cases import case, poisoned
 from tests.support.programs import Program
 from tests.support.structure import lowered_sizes
 
+pytestmark = pytest.mark.thorough
+
 # Five sequences: ordinary, without queries, without keys, longer in queries, longer in keys; and slots in none.
 OF_QUERIES = np.array([0, 7, 7, 10, 31, 35])
 OF_KEYS = np.array([0, 7, 12, 12, 23, 43])

@@ -14,6 +14,8 @@ from tests.support.accuracy import assert_accurate, judges
 from tests.support.cases import case
 from tests.support.programs import values_and_gradients
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("axis", [0, 1, -1])
