@@ -37,7 +37,7 @@ PASSES = (*tiling.PASSES, "dbias")
 
 # What `--short` tries besides the table's own: a tile with fewer registers a thread, a wider one, more stages.
 _SHORT = {
-    "forward": "128x64w4s2 128x64w8s2 128x64w8s3 64x64w4s2 64x64w4s3 64x128w4s2 128x128w8s2 128x32w4s3",
+    "forward": "128x64w4s2 128x64w8s2 128x64w8s3 64x64w4s2 64x64w4s3 64x128w4s2 128x128w8s2 128x128w8s3 128x32w4s3",
     "dq": "64x64w4s2 64x64w4s3 128x64w8s2 64x128w8s2 128x32w8s2 64x32w4s2 128x64w8s1",
     "dkv": "64x64w4s2 64x64w8s2 64x64w8s3 64x128w8s2 32x64w4s2 32x128w8s2 32x64w4s3",
     "tangent": "64x64w4s2 64x64w4s3 128x64w4s2 128x64w8s2 128x32w4s3 64x32w4s2 128x32w8s2 64x64w4s1 128x128w8s2",

@@ -98,9 +98,10 @@ class GPT(nn.Module):
             return nn.Dense(width, use_bias=False, dtype=self.dtype, kernel_init=init)
 
         normalised = functools.partial(nn.RMSNorm, dtype=self.dtype)
-        # A product instead of nn.Embed, whose gradient is a scatter: on a GPU that takes as long as all the rest, in an order
-        # that differs from run to run.
-        embed = nn.Dense(self.dim, use_bias=False, dtype=self.dtype, kernel_init=nn.initializers.normal(0.02))
+        # A product instead of nn.Embed, whose gradient is a scatter: on a GPU that takes as long as all the rest, in an
+        # order that differs from run to run.
+        init = nn.initializers.normal(0.02)
+        embed = nn.Dense(self.dim, use_bias=False, dtype=self.dtype, kernel_init=init, name="embedding")
         x = embed(jax.nn.one_hot(tokens, VOCABULARY))
         for _ in range(self.layers):
             options = {"dtype": self.dtype, "implementation": self.attention, "decode": self.decode}

@@ -15,6 +15,7 @@ import numpy as np
 from flash_jax.spec import MAP_BLOCK, AttentionSpec, Operands
 from flash_jax.tiles import masks, ranges
 from flash_jax.tiles.masks import Geometry, Int
+from flash_jax.tiles.ranges import Sizes
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 
@@ -31,14 +32,14 @@ class TileList(NamedTuple):
         return self._replace(full=jnp.zeros_like(self.full))
 
 
-def states(operands: Operands, spec: AttentionSpec, sizes: tuple[int, int], blocks: tuple[int, int]) -> jax.Array:
+def states(operands: Operands, spec: AttentionSpec, sizes: Sizes, blocks: Sizes) -> jax.Array:
     """int8 [..., H or 1, query tiles, key tiles]: SKIPPED, PARTIAL or FULL for tiles of `blocks`; sizes are (T, S)."""
     found = operands.block_map
     for axis, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
         found = _at_tiles(found, found.ndim - 2 + axis, size, block)
-    lift = lambda x: x.reshape(*x.shape, 1, 1, 1) if isinstance(x, jax.Array) else x  # noqa: E731
-    geometry = Geometry.of(spec, operands, *sizes).map(lift)
-    visible, full = _judged(operands, spec, geometry, sizes, blocks)
+    geometry = Geometry.of(spec, operands, *sizes).beside(2)
+    heads = lambda x: x if x.ndim < 3 else x[..., None, :, :]  # noqa: E731  (of those without leading dims, none)
+    visible, full = map(heads, _judged(operands, spec, geometry, sizes, blocks))
     if operands.mask is not None:
         full = jnp.zeros_like(full)
     return jnp.where(visible, jnp.where(full, found, jnp.minimum(found, PARTIAL)), SKIPPED)
@@ -57,29 +58,16 @@ def _at_tiles(found: jax.Array, axis: int, size: int, block: int) -> jax.Array:
     return jnp.where(low == high, low, jnp.asarray(PARTIAL, found.dtype))
 
 
-def _judged(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes, blocks):
-    """(visible, full), bools [..., 1, query tiles, key tiles], by positions, segments and lengths."""
+def _judged(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes: Sizes, blocks: Sizes):
+    """(visible, full), bools [..., query tiles, key tiles], by positions, segments and lengths."""
+    if ranges.is_scanned(operands):
+        return ranges.judge_all(operands, spec, geometry, sizes, blocks)
     counts = [-(-size // block) for size, block in zip(sizes, blocks, strict=True)]
     i, j = jnp.arange(counts[0], dtype=jnp.int32)[:, None], jnp.arange(counts[1], dtype=jnp.int32)[None, :]
-    if not ranges.is_scanned(operands):
-        seen = masks.kv_range(i * blocks[0], blocks[0], blocks[1], geometry, spec)
-        # Rows past the query length get no gradient, so a full tile must end before it.
-        inside = (i + 1) * blocks[0] <= geometry.q_length
-        return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop) & inside
-
-    def bounds(tile, block, positions, segments, shape):
-        summary = ranges.summary(positions, segments, block)
-        fields = (
-            []
-            if summary is None
-            else [summary[..., n, :].reshape(*summary.shape[:-2], *shape) for n in range(summary.shape[-2])]
-        )
-        return ranges.bounds(tile, block, fields, positions is not None, segments is not None)
-
-    o = operands
-    q = bounds(i, blocks[0], o.q_positions, o.q_segment_ids, (1, -1, 1))
-    kv = bounds(j, blocks[1], o.kv_positions, o.kv_segment_ids, (1, 1, -1))
-    return ranges.judge(q, kv, o.q_positions is not None, geometry, spec)
+    seen = masks.kv_range(i * blocks[0], blocks[0], blocks[1], geometry, spec)
+    # Rows past the query length get no gradient, so a full tile must end before it.
+    inside = (i + 1) * blocks[0] <= geometry.q_length
+    return (seen.start <= j) & (j < seen.stop), (seen.full_start <= j) & (j < seen.full_stop) & inside
 
 
 def lists(found: jax.Array) -> jax.Array:

@@ -52,6 +52,10 @@ class Geometry:
             f(self.q_length), f(self.kv_length), f(self.q_offset), self.q_size, self.kv_size, f(self.prefix)
         )
 
+    def beside(self, dims: int) -> "Geometry":
+        """The geometry whose arrays, of one number for each example, have so many dims of 1 more, to meet tiles."""
+        return self.map(lambda x: x.reshape(*x.shape, *(1,) * dims) if isinstance(x, jax.Array) else x)
+
     @property
     def all_rows(self) -> bool:
         """Whether, as far as is known now, every row is before the query length."""

@@ -5,13 +5,15 @@ The judgement errs on the safe side: a pair that it calls invisible shows nothin
 So ids may come in any order; what is sorted, or packed document by document, is also skipped well.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles.masks import Geometry, Int, TileRange, keys_of
+
+Sizes: TypeAlias = tuple[int, int]  # of queries and keys
 
 _MOST = 2**31 - 1
 
@@ -88,35 +90,33 @@ def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: At
     return visible, full & visible
 
 
-class Found(NamedTuple):
-    """What a scan over tiles has found: visible ones in [start, stop), and in [first, last] `full` full ones."""
+def judge_all(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes: Sizes, blocks: Sizes):
+    """(visible, full), bools [..., query tiles, key tiles]: every pair of tiles of `blocks` slots; sizes are (T, S).
 
-    start: jax.Array
-    stop: jax.Array
-    first: jax.Array
-    last: jax.Array
-    full: jax.Array
+    The numbers of `geometry` and the arrays of `operands` have the same leading dims, each of full size or 1, and those
+    of `geometry` two dims of 1 after them.
+    """
 
-    @classmethod
-    def nothing(cls) -> "Found":
-        """Before the scan."""
-        most, zero = jnp.asarray(_MOST, jnp.int32), jnp.zeros((), jnp.int32)
-        return cls(most, zero, most, zero, zero)
+    def side(axis, positions, segments):
+        shape, block = ((-1, 1), (1, -1))[axis], blocks[axis]
+        tiles = jnp.arange(-(-sizes[axis] // block), dtype=jnp.int32).reshape(shape)
+        found = summary(positions, segments, block)
+        fields = [] if found is None else [x.reshape(*x.shape[:-1], *shape) for x in jnp.moveaxis(found, -2, 0)]
+        return bounds(tiles, block, fields, positions is not None, segments is not None)
 
-    def add(self, tiles: jax.Array, visible: jax.Array, full: jax.Array) -> "Found":
-        """With what is judged of `tiles`, a vector of their numbers."""
-        return Found(
-            jnp.minimum(self.start, jnp.where(visible, tiles, _MOST).min()),
-            jnp.maximum(self.stop, jnp.where(visible, tiles + 1, 0).max()),
-            jnp.minimum(self.first, jnp.where(full, tiles, _MOST).min()),
-            jnp.maximum(self.last, jnp.where(full, tiles, 0).max()),
-            self.full + full.astype(jnp.int32).sum(dtype=jnp.int32),  # else, under jax_enable_x64, of 64 bits
-        )
+    q = side(0, operands.q_positions, operands.q_segment_ids)
+    kv = side(1, operands.kv_positions, operands.kv_segment_ids)
+    return judge(q, kv, operands.q_positions is not None, geometry, spec)
 
-    def range(self) -> TileRange:
-        """The tiles to visit; where the full ones have others between them, all are visited as if partial."""
-        start = jnp.minimum(self.start, self.stop)
-        together = self.full == self.last - self.first + 1
-        return TileRange(
-            start, jnp.where(together, self.first, self.stop), jnp.where(together, self.last + 1, self.stop), self.stop
-        )
+
+def hull(visible: jax.Array, full: jax.Array) -> TileRange:
+    """The tiles to visit of each row of [..., n]; where full ones have others between them, all as if partial."""
+    tiles = jnp.arange(visible.shape[-1], dtype=jnp.int32)
+
+    def ends(seen):
+        first = jnp.min(jnp.where(seen, tiles, _MOST), axis=-1, initial=_MOST)
+        return first, jnp.max(jnp.where(seen, tiles + 1, 0), axis=-1, initial=0)
+
+    (start, stop), (first, end) = ends(visible), ends(full)
+    together = full.sum(axis=-1, dtype=jnp.int32) == end - first
+    return TileRange(jnp.minimum(start, stop), jnp.where(together, first, stop), jnp.where(together, end, stop), stop)

@@ -124,18 +124,7 @@ def _seen(operands: Operands, *, spec, lengths, blocks, tiles) -> TileRange:
         rows = jnp.arange(tiles[0], dtype=jnp.int32) * blocks[0]
         return masks.kv_range(rows, blocks[0], blocks[1], geometry, spec)
 
-    def bounds(positions, segments, side, shape):
-        summary = ranges.summary(positions, segments, blocks[side])  # [fields, tiles]
-        fields = [] if summary is None else [field.reshape(shape) for field in summary]
-        index = jnp.arange(tiles[side], dtype=jnp.int32).reshape(shape)
-        return ranges.bounds(index, blocks[side], fields, positions is not None, segments is not None)
-
-    q = bounds(operands.q_positions, operands.q_segment_ids, 0, (-1, 1))
-    kv = bounds(operands.kv_positions, operands.kv_segment_ids, 1, (1, -1))
-    judged = ranges.judge(q, kv, operands.q_positions is not None, geometry, spec)
-    judged = [jnp.broadcast_to(x, tiles) for x in judged]
-    numbers = jnp.arange(tiles[1], dtype=jnp.int32)
-    return jax.vmap(lambda visible, full: ranges.Found.nothing().add(numbers, visible, full).range())(*judged)
+    return ranges.hull(*ranges.judge_all(operands, spec, geometry, lengths, blocks))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "lengths", "blocks"))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -19,27 +18,26 @@ from flash_jax.tiles.mods import TileMod, evaluate
 from flash_jax.tiles.scores import Scoring
 from flash_jax.triton.instructions import arithmetic
 from flash_jax.triton.launch import Shape, flat
-from flash_jax.triton.tiling import Tile, padded
+from flash_jax.triton.tiling import Tile
 
 _SLOT_DIMS = {
     "bias": 2, "mask": 2, "dropout_words": 1, "q_positions": 1, "kv_positions": 1, "q_segment_ids": 1,
-    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "mod_heads": 0, "q_summary": 2, "kv_summary": 2, "tiles": 2,
+    "kv_segment_ids": 1, "alibi_slopes": 0, "sinks": 0, "mod_heads": 0, "ranges": 2, "tiles": 2,
 }  # fmt: skip
 """Dims of a ref that remain when one example and one head are chosen."""
-
-_SCANNED_AT_ONCE = 1024  # tiles that one step of the search for visible ones judges
 
 
 class Inputs(NamedTuple):
     """The optional operands of a kernel and what is known of its tiles; arrays, specs or refs.
 
-    Summaries of tiles are those of tiles/ranges.py. Where there is a block map, `tiles` says instead which to visit:
-    lists for each query tile, or for each key tile, or the state of each pair (see tiles/block_map.py).
+    Where no closed form says which tiles to visit, `ranges` is int32 [..., tiles, 4], a `TileRange` for each query tile
+    or each key tile: found outside the kernel, once for all heads, and for all layers of a model. Where there is a
+    block map, `tiles` says it instead: lists for each query tile, or each key tile, or the state of each pair (see
+    tiles/block_map.py).
     """
 
     operands: Operands
-    q_summary: Any
-    kv_summary: Any
+    ranges: Any
     tiles: Any
 
 
@@ -50,12 +48,14 @@ def inputs(operands: Operands, tile: Tile, shape: Shape, spec: AttentionSpec, by
         found = block_map.states(operands, spec, (shape.T, shape.S), blocks)
         if by != "pair":
             found = block_map.lists(found if by == "query" else jnp.swapaxes(found, -1, -2))
-        return Inputs(dataclasses.replace(arrays, block_map=None), None, None, found)
+        return Inputs(dataclasses.replace(arrays, block_map=None), None, found)
     if not ranges.is_scanned(operands):
-        return Inputs(arrays, None, None, None)
-    q_summary = ranges.summary(operands.q_positions, operands.q_segment_ids, tile.block_q)
-    kv_summary = ranges.summary(operands.kv_positions, operands.kv_segment_ids, tile.block_kv)
-    return Inputs(arrays, q_summary, kv_summary, None)
+        return Inputs(arrays, None, None)
+    geometry = Geometry.of(spec, operands, shape.T, shape.S).beside(2)
+    judged = ranges.judge_all(operands, spec, geometry, (shape.T, shape.S), blocks)
+    if by == "key":
+        judged = [jnp.swapaxes(x, -1, -2) for x in judged]
+    return Inputs(arrays, jnp.stack(ranges.hull(*judged), axis=-1), None)
 
 
 def _narrow(operands: Operands) -> Operands:
@@ -168,23 +168,29 @@ class Reader:
 
     def kv_range(self, i: Int) -> TileRange | TileList:
         """The key/value tiles that query tile i attends."""
-        tile = self.tile
         if self.inputs.tiles is not None:
             return self._list(i, None)
-        if ranges.is_scanned(self.numbers):
-            found = self._scan(i, pl.cdiv(self.shape.S, tile.block_kv), by_query=True)
-        else:
-            found = masks.kv_range(i * tile.block_q, tile.block_q, tile.block_kv, self.geometry, self.spec)
-        return self._all_masked(found)
+        return self._all_masked(self._kv_range(i))
+
+    def _kv_range(self, i: Int) -> TileRange:
+        """The same where there is no block map, and without regard to a dense mask."""
+        tile = self.tile
+        if self.inputs.ranges is not None:
+            return self._found(i)
+        return masks.kv_range(i * tile.block_q, tile.block_q, tile.block_kv, self.geometry, self.spec)
 
     def q_range(self, j: Int) -> TileRange:
         """The query tiles that attend key/value tile j, where there is no block map."""
         tile = self.tile
-        if ranges.is_scanned(self.numbers):
-            found = self._scan(j, pl.cdiv(self.shape.T, tile.block_q), by_query=False)
-        else:
-            found = masks.q_range(j * tile.block_kv, tile.block_q, tile.block_kv, self.geometry, self.spec)
+        if self.inputs.ranges is not None:
+            return self._all_masked(self._found(j))
+        found = masks.q_range(j * tile.block_kv, tile.block_q, tile.block_kv, self.geometry, self.spec)
         return self._all_masked(found)
+
+    def _found(self, own: Int) -> TileRange:
+        """What `ranges` has for tile number `own`."""
+        at = (*self._prefix("ranges"), own)
+        return TileRange(*(self.inputs.ranges[(*at, jnp.asarray(n, jnp.int32))] for n in range(4)))
 
     def q_list(self, j: Int, head: Int) -> TileList:
         """The query tiles that attend key/value tile j by the block map; `head` is the one to choose of several."""
@@ -203,10 +209,7 @@ class Reader:
         """Whether query tile i may attend anything of key/value tile j; for refs that hold all examples and heads."""
         if self.inputs.tiles is not None:
             return self.inputs.tiles[(*self._prefix("tiles", head), i, j)].astype(jnp.int32) != block_map.SKIPPED
-        if ranges.is_scanned(self.numbers):
-            return self._judge(self._bounds(i, True), self._bounds(j, False))[0]
-        tile = self.tile
-        found = masks.kv_range(i * tile.block_q, tile.block_q, tile.block_kv, self.geometry, self.spec)
+        found = self._kv_range(i)
         return (found.start <= j) & (j < found.stop)
 
     def _all_masked(self, found: TileRange) -> TileRange:
@@ -214,44 +217,6 @@ class Reader:
         if not self.dense:
             return found
         return found.all_partial()
-
-    def _judge(self, q: ranges.Bounds, kv: ranges.Bounds):
-        return ranges.judge(q, kv, self.numbers.q_positions is not None, self.geometry, self.spec)
-
-    def _bounds(self, tile: Int, of_query: bool, inside: jax.Array | None = None) -> ranges.Bounds:
-        """The bounds of tile number `tile`, or of as many in a row as `inside` is long (those where it is True)."""
-        o = self.numbers
-        name, block = ("q_summary", self.tile.block_q) if of_query else ("kv_summary", self.tile.block_kv)
-        positions, segments = (o.q_positions, o.q_segment_ids) if of_query else (o.kv_positions, o.kv_segment_ids)
-        summary = getattr(self.inputs, name)
-
-        def load(field):
-            field = jnp.asarray(field, jnp.int32)
-            if inside is None:
-                return summary[(*self._prefix(name), field, tile)]
-            part = summary.at[(*self._prefix(name), field, pl.ds(tile, inside.shape[0]))]
-            return plgpu.load(part, mask=inside, other=0)
-
-        fields = [load(field) for field in range(0 if summary is None else summary.shape[-2])]
-        tiles = tile if inside is None else tile + jnp.arange(inside.shape[0], dtype=jnp.int32)
-        return ranges.bounds(tiles, block, fields, positions is not None, segments is not None)
-
-    def _scan(self, own: Int, count: int, by_query: bool) -> TileRange:
-        """The range of the `count` tiles of the other side that tile number `own` of this side meets."""
-        mine = self._bounds(own, by_query)
-        width = min(padded(count), _SCANNED_AT_ONCE)
-
-        def step(n, found):
-            n = jnp.asarray(n, jnp.int32)
-            tiles = n * width + jnp.arange(width, dtype=jnp.int32)
-            inside = tiles < count
-            other = self._bounds(n * width, not by_query, inside)
-            visible, full = self._judge(*((mine, other) if by_query else (other, mine)))
-            return found.add(tiles, visible & inside, full & inside)
-
-        steps, nothing = pl.cdiv(count, width), ranges.Found.nothing()
-        found = step(jnp.zeros((), jnp.int32), nothing) if steps == 1 else lax.fori_loop(0, steps, step, nothing)
-        return found.range()
 
     def view(self, row: Int, col: Int, masked: bool, head: Any = None, careful: bool = True) -> View:
         """The tile at `row` and `col`; `head` is the one to choose where refs hold several.

@@ -327,4 +327,4 @@ def _moving(tangents: dict[str, jax.Array], count: int) -> tuple[Moving, tuple[i
     others = {name: tangents[name] for name in ("scale", "bias", "alibi_slopes", "sinks") if name in tangents}
     moved = Operands(**others, mods=tuple(tangents[f"mods.{n}"] for n in mods))
     q, k, v = (tangents.get(name) for name in ("query", "key", "value"))
-    return Moving(q, k, v, Inputs(moved, None, None, None)), mods
+    return Moving(q, k, v, Inputs(moved, None, None)), mods
