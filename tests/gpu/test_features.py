@@ -78,7 +78,7 @@ FEATURES = {
     "chunk-both-ways": lambda c: ({"chunk_size": 50, "q_offset": np.array([-20, 31])}, {}),
     "softcap": lambda c: ({"softcap": 2.0, "causal": True}, {}),
     "softcap-30": lambda c: ({"softcap": 30.0}, {}),
-    "softcap-50-far": lambda c: ({"softcap": 50.0, "scale": 1.5, "causal": True}, {"sinks": (c.H,)}),
+    "softcap-50-far": lambda c: ({"softcap": 50.0, "scale": 1.5, "causal": True}, {}),
     "softcap-scale": lambda c: ({"softcap": 20.0}, {"scale": ()}),
     "alibi": lambda c: ({"causal": True}, {"alibi_slopes": (c.H,)}),
     "alibi-by-example": lambda c: ({}, {"alibi_slopes": (*c.batch, c.H)}),
