@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.tiles import masks, ranges
 from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
 from tests.support.programs import Program, everything, gradients, values_and_gradients
@@ -38,6 +40,40 @@ def test_values_gradients_and_tangents(attend, name, options):
     """Case D07 among them: ids of queries and of keys, of different lengths."""
     c = case(name)
     check(everything(**options), attend, c.arrays(), c.cotangents(), c.tangents())
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["keys-of-queries", "queries-of-keys"])
+@pytest.mark.parametrize("at_once", [1, 3 * 4 * 2, 7 * 6 * 3, 2**20])
+def test_ranges_of_tiles_do_not_depend_on_how_many_are_judged_at_once(at_once, side, monkeypatch):
+    """Against a loop over tiles, for ids and positions of which some belong to all examples."""
+    T, S, blocks, step = 43, 71, (4, 8), (lambda n, block: -(-n // block))
+    ids, places = (
+        np.sort(drawn_ids((3, S), -1, 4)).astype(np.int32),
+        np.sort(drawn_ids((1, T), 10, 2 * S, 1)).astype(np.int32),
+    )
+    operands = Operands(
+        q_segment_ids=jnp.asarray(np.sort(drawn_ids((1, T), -1, 4, 2))), kv_segment_ids=jnp.asarray(ids),
+        q_positions=jnp.asarray(places), kv_lengths=jnp.asarray([71, 40, 9]),
+    )  # fmt: skip
+    spec = AttentionSpec(causal=True)
+    geometry = masks.Geometry.of(spec, operands, T, S).beside(2)
+    visible, full = ranges.judge_all(operands, spec, geometry, (T, S), blocks)
+    assert visible.shape == full.shape == (3, step(T, 4), step(S, 8))
+    visible, full = (np.asarray(x) if side == 0 else np.asarray(x).swapaxes(1, 2) for x in (visible, full))
+    monkeypatch.setattr(ranges, "_PAIRS_AT_ONCE", at_once)
+    found = ranges.tile_ranges(operands, spec, geometry, (T, S), blocks, side)
+    assert found.shape == (*visible.shape[:2], 4) and found.dtype == jnp.int32
+    seen = set()
+    for at in np.ndindex(visible.shape[:2]):
+        start, full_start, full_stop, stop = np.asarray(found[at])
+        tiles, whole = np.flatnonzero(visible[at]), np.flatnonzero(full[at])
+        assert start <= full_start <= full_stop <= stop
+        assert (start, stop) == ((tiles[0], tiles[-1] + 1) if tiles.size else (start, start))
+        together = whole.size and whole[-1] - whole[0] + 1 == whole.size
+        assert full_stop - full_start == (whole.size if together else 0)
+        assert not together or full_start == whole[0]
+        seen.add((bool(tiles.size), bool(whole.size)))
+    assert seen >= {(True, True), (True, False), (False, False)}
 
 
 def test_padding_attends_nothing_and_may_be_nan(attend):

@@ -5,10 +5,12 @@ The judgement errs on the safe side: a pair that it calls invisible shows nothin
 So ids may come in any order; what is sorted, or packed document by document, is also skipped well.
 """
 
+import math
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles.masks import Geometry, Int, TileRange, keys_of
@@ -16,6 +18,7 @@ from flash_jax.tiles.masks import Geometry, Int, TileRange, keys_of
 Sizes: TypeAlias = tuple[int, int]  # of queries and keys
 
 _MOST = 2**31 - 1
+_PAIRS_AT_ONCE = 2**20  # pairs of tiles that are judged together
 
 
 class Bounds(NamedTuple):
@@ -90,18 +93,20 @@ def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: At
     return visible, full & visible
 
 
-def judge_all(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes: Sizes, blocks: Sizes):
+def judge_all(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes: Sizes, blocks: Sizes, only=None):
     """(visible, full), bools [..., query tiles, key tiles]: every pair of tiles of `blocks` slots; sizes are (T, S).
 
     The numbers of `geometry` and the arrays of `operands` have the same leading dims, each of full size or 1, and those
-    of `geometry` two dims of 1 after them.
+    of `geometry` two dims of 1 after them. `only` may be (side, numbers): of this side (0 or 1) these tiles alone.
     """
 
     def side(axis, positions, segments):
-        shape, block = ((-1, 1), (1, -1))[axis], blocks[axis]
-        tiles = jnp.arange(-(-sizes[axis] // block), dtype=jnp.int32).reshape(shape)
+        numbers, block = jnp.arange(-(-sizes[axis] // blocks[axis]), dtype=jnp.int32), blocks[axis]
         found = summary(positions, segments, block)
-        fields = [] if found is None else [x.reshape(*x.shape[:-1], *shape) for x in jnp.moveaxis(found, -2, 0)]
+        if only is not None and only[0] == axis:
+            numbers = only[1]
+            found = None if found is None else jnp.take(found, numbers, axis=-1)
+        tiles, *fields = (jnp.expand_dims(x, -1 - axis) for x in (numbers, *_unstacked(found)))
         return bounds(tiles, block, fields, positions is not None, segments is not None)
 
     q = side(0, operands.q_positions, operands.q_segment_ids)
@@ -109,14 +114,50 @@ def judge_all(operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes
     return judge(q, kv, operands.q_positions is not None, geometry, spec)
 
 
-def hull(visible: jax.Array, full: jax.Array) -> TileRange:
-    """The tiles to visit of each row of [..., n]; where full ones have others between them, all as if partial."""
-    tiles = jnp.arange(visible.shape[-1], dtype=jnp.int32)
+def _unstacked(found: jax.Array | None) -> list[jax.Array]:
+    """The fields of a summary."""
+    return [] if found is None else [found[..., n, :] for n in range(found.shape[-2])]
 
-    def ends(seen):
-        first = jnp.min(jnp.where(seen, tiles, _MOST), axis=-1, initial=_MOST)
-        return first, jnp.max(jnp.where(seen, tiles + 1, 0), axis=-1, initial=0)
 
-    (start, stop), (first, end) = ends(visible), ends(full)
-    together = full.sum(axis=-1, dtype=jnp.int32) == end - first
+def tile_ranges(
+    operands: Operands, spec: AttentionSpec, geometry: Geometry, sizes: Sizes, blocks: Sizes, side: int
+) -> jax.Array:
+    """int32 [..., tiles, 4]: a `TileRange` of the other side for each query tile (side 0) or key tile (side 1).
+
+    Arguments as in `judge_all`. Of many tiles, so many are judged at a time that memory stays linear in their number.
+    """
+
+    def found(numbers):
+        only = None if numbers is None else (side, numbers)
+        judged = judge_all(operands, spec, geometry, sizes, blocks, only)
+        return jnp.stack(hull(*judged, axis=(-1, -2)[side]), axis=-1)
+
+    own, other = (-(-sizes[n] // blocks[n]) for n in (side, 1 - side))
+    *lead, _, _ = jax.eval_shape(found, None).shape
+    at_once = max(1, _PAIRS_AT_ONCE // max(1, math.prod(lead) * other))
+    if own <= at_once:
+        return found(None)
+    steps = -(-own // at_once)
+    numbers = jnp.minimum(jnp.arange(steps * at_once, dtype=jnp.int32), own - 1).reshape(steps, at_once)
+    parts = jnp.moveaxis(lax.map(found, numbers), 0, -3)  # [..., steps, at_once, 4]
+    return parts.reshape(*lead, steps * at_once, 4)[..., :own, :]
+
+
+def hull(visible: jax.Array, full: jax.Array, axis: int) -> TileRange:
+    """The tiles to visit along an axis, the last or last but one; where full ones have others between them, all are
+    visited as if partial.
+    """
+    tiles = jnp.expand_dims(jnp.arange(visible.shape[axis], dtype=jnp.int32), tuple(range(axis + 1, 0)))
+    ends = [(jnp.where(seen, tiles, _MOST), jnp.where(seen, tiles + 1, 0)) for seen in (visible, full)]
+    # One reduction, for which XLA makes one kernel.
+    (start, stop), (first, end), count = lax.reduce(
+        (*ends, full.astype(jnp.int32)), ((_MOST, 0), (_MOST, 0), 0), _joined, (visible.ndim + axis,)
+    )
+    together = count == end - first
     return TileRange(jnp.minimum(start, stop), jnp.where(together, first, stop), jnp.where(together, end, stop), stop)
+
+
+def _joined(a: tuple, b: tuple) -> tuple:
+    """The ends of the visible tiles, those of the full ones, and how many these are, of two sets of tiles together."""
+    ends = [(jnp.minimum(x[0], y[0]), jnp.maximum(x[1], y[1])) for x, y in zip(a[:2], b[:2], strict=True)]
+    return (*ends, a[2] + b[2])

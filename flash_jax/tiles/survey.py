@@ -124,7 +124,8 @@ def _seen(operands: Operands, *, spec, lengths, blocks, tiles) -> TileRange:
         rows = jnp.arange(tiles[0], dtype=jnp.int32) * blocks[0]
         return masks.kv_range(rows, blocks[0], blocks[1], geometry, spec)
 
-    return ranges.hull(*ranges.judge_all(operands, spec, geometry, lengths, blocks))
+    found = ranges.tile_ranges(operands, spec, geometry, lengths, blocks, side=0)
+    return TileRange(*jnp.moveaxis(found, -1, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "lengths", "blocks"))

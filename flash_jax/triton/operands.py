@@ -52,10 +52,8 @@ def inputs(operands: Operands, tile: Tile, shape: Shape, spec: AttentionSpec, by
     if not ranges.is_scanned(operands):
         return Inputs(arrays, None, None)
     geometry = Geometry.of(spec, operands, shape.T, shape.S).beside(2)
-    judged = ranges.judge_all(operands, spec, geometry, (shape.T, shape.S), blocks)
-    if by == "key":
-        judged = [jnp.swapaxes(x, -1, -2) for x in judged]
-    return Inputs(arrays, jnp.stack(ranges.hull(*judged), axis=-1), None)
+    found = ranges.tile_ranges(operands, spec, geometry, (shape.T, shape.S), blocks, side=int(by == "key"))
+    return Inputs(arrays, found, None)
 
 
 def _narrow(operands: Operands) -> Operands:
