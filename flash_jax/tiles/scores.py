@@ -78,9 +78,9 @@ class Scoring:
     """How a call makes scores of products q . k.
 
     `added` is whether anything is added to them, and `biased` whether a bias is among it: where that is -inf the score
-    is, also of a NaN in a row that the bias so excludes. `quick` asks for a tanh of a few instructions, relative error
-    5e-7, which is enough for 16-bit inputs; it is not for differentiating. `modified` is whether there is a score_mod,
-    which may make any score -inf.
+    is, also of a NaN in a row that the bias so excludes. `modified` is whether there is a score_mod, which may make any
+    score -inf. `quick` asks for fewer instructions, enough for 16-bit inputs and not for differentiating: of a tanh
+    with a relative error of 5e-7, and in `probability`.
     """
 
     scale: Scale
@@ -188,7 +188,6 @@ class Scoring:
         addend: jax.Array | None,
         mod: TileMod | None,
         allowed: jax.Array | None,
-        dtype: jnp.dtype,
     ) -> jax.Array:
         """p = exp(score - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
 
@@ -197,11 +196,12 @@ class Scoring:
           lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
           addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
-          dtype: of the inputs. For 16-bit ones everything is in base 2, and score and lse are brought there beforehand,
-            which leaves a multiply-add for each entry and rounds it once more: that matters only for scores in the
-            thousands. Wider ones subtract first and stay with e, since each change of base would round what it changes.
+
+        If `quick` everything is in base 2, and score and lse are brought there beforehand, which leaves a multiply-add
+        for each entry and rounds it once more: that matters only for scores in the thousands. Otherwise lse is
+        subtracted first, and the base stays e, since each change of base would round what it changes.
         """
-        if jnp.dtype(dtype).itemsize >= 4:
+        if not self.quick:
             score, exp = self.natural(product, addend, mod) - lse, jnp.exp
         else:
             exp = self.arithmetic.exp2

@@ -56,7 +56,7 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
         lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
         qk = columns.inner(k, q, spec)  # [block_kv, block_q]
-        p = probabilities(qk, lse[None, :], view, scoring, refs.k.dtype)
+        p = probabilities(qk, lse[None, :], view, scoring)
         dv = columns.add_product(dv, p[1], out_ct, spec)
         ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
         sums = {

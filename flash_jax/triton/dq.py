@@ -58,7 +58,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
         here = (pl.ds(col, tile.block_kv),)
         k, v = columns.load(refs.k, here, view.keep, shape.D), columns.load(refs.v, here, view.keep, shape.Dv)
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
-        p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
+        p = probabilities(qk, lse[:, None], view, scoring)
         ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         _store_entries(ds_ref, before_ref, ds, col, inside, shape.S if masked else None)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}

@@ -29,11 +29,9 @@ class Residuals(NamedTuple):
         return Residuals(*(flat(x, 3) for x in self[:4]), *(flat(x, 2) for x in self[4:]))
 
 
-def probabilities(
-    qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+def probabilities(qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
     """P = exp(S - L) of a tile, and what dropout keeps of it, not yet divided; `lse` broadcasts against the tile."""
-    p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed, dtype)
+    p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed)
     return p, p if view.kept is None else jnp.where(view.kept, p, 0)
 
 

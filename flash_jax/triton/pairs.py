@@ -55,7 +55,7 @@ def add_pair(
         delta = load_stats(refs.delta.at[at["delta"], head, here_q], inside_q)
         view = reader.view(row, col, True, head).guarded()  # without `keep`: rows and keys are loaded as they are
         qk = columns.inner(q, k, spec)
-        p = probabilities(qk, lse[:, None], view, scoring, refs.q.dtype)
+        p = probabilities(qk, lse[:, None], view, scoring)
         ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         return total + (ds if read is None else ds * weight_of_read(read, qk, view, scoring))
 

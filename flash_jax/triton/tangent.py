@@ -173,7 +173,7 @@ class Block:
         return Sums(d_out, p_ds_sum, None if p_sum is None else p_sum + p.sum(axis=1))
 
     def _p(self, qk: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-        return probabilities(qk, self.lse[:, None], view, self.scores.scoring, self.q[0].dtype)
+        return probabilities(qk, self.lse[:, None], view, self.scores.scoring)
 
 
 def _load(rows: tuple, keep: jax.Array | None, ref: Any, head_dim: int) -> columns.Columns:

@@ -209,7 +209,7 @@ def _add_tile(plan: Plan, totals: dict[str, jax.Array], tile: Tile, rows: Rows, 
 def _entries(plan: Plan, view: View, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q k^T, p, ds) of a tile, [..., K, G, block_q, block_kv]."""
     qk = product("...qkgd,...skd->...kgqs", view.q(rows.q), view.kv(rows.k), plan.spec)
-    p = view.probability(qk, rows.lse, rows.q.dtype)
+    p = view.probability(qk, rows.lse)
     dp = view.drop(product("...qkge,...ske->...kgqs", view.q(rows.out_ct), view.kv(rows.v), plan.spec))
     ds = p * (dp - view.stat(rows.delta))
     return qk, p, ds if view.allowed is None else jnp.where(view.allowed, ds, 0)

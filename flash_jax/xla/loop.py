@@ -257,9 +257,9 @@ class View(NamedTuple):
         """The tile's columns of [..., K, G, T], as [..., K, G, block_q, 1]."""
         return lax.dynamic_slice_in_dim(x, self.tile.row, self.plan.blocks[0], axis=x.ndim - 1)[..., None]
 
-    def probability(self, product: jax.Array, lse_rows: jax.Array, dtype: Any) -> jax.Array:
+    def probability(self, product: jax.Array, lse_rows: jax.Array) -> jax.Array:
         """p of the products q . k of the tile, before dropout."""
-        return self.plan.scoring.probability(product, self.stat(lse_rows), self.addend, self.mod, self.allowed, dtype)
+        return self.plan.scoring.probability(product, self.stat(lse_rows), self.addend, self.mod, self.allowed)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """p after dropout."""

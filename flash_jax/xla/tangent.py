@@ -81,7 +81,7 @@ def _add_tile(plan: Plan, rows: Rows, base: jax.Array, totals: tuple, tile: Tile
     """The totals, (sums of p ds and of p, d out or None), with what one tile adds; ds is measured from `base`."""
     (sums, d_out), view = totals, plan.view(tile)
     qk = product("...qkgd,...skd->...kgqs", view.q(rows.q), view.kv(rows.k), plan.spec)
-    p = view.probability(qk, rows.lse, rows.q.dtype)
+    p = view.probability(qk, rows.lse)
     ds = _score_tangent(plan, view, rows, qk)
     pds = jnp.zeros_like(p) if ds is None else p * (ds - view.stat(base))
     if view.allowed is not None:
