@@ -167,12 +167,12 @@ def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
 
 
 def with_care(run: Callable, guard: bool, spoiled: Callable) -> Any:
-    """`run(careful=False)`; where its results are `spoiled` by a NaN, `run(careful=True)` in its place.
+    """`run(careful=False)`; where its results are `spoiled`, `run(careful=True)` in its place.
 
     What no query of a tile attends must not be multiplied, as 0 * NaN is NaN. To find out which keys these are, where
     no closed form tells (a mask, segments, positions that are arrays), costs more than the products of the tile. So
     at first all are multiplied; that is the end of it unless there was a NaN, which is rare, or (`guard` is False)
-    a closed form has told.
+    a closed form has told. The forward pass takes scores in the millions for something as rare.
     """
     found = run(careful=False)
     return lax.cond(spoiled(found), lambda: run(careful=True), lambda: found) if guard else found

@@ -1,0 +1,68 @@
+"""Online softmax of 16-bit inputs with few instructions an entry, and when that is not good enough.
+
+The recurrence (tiles/softmax.py) measures the exponentials of a row from its largest score so far. Here
+
+- they are measured from a base that is at most `_SLACK` below it, and moves only when it would be more: so the
+  accumulator, which has more numbers in it than a tile of scores, is multiplied in the first tiles and then hardly ever
+  (FlashAttention-4 does so on Blackwell);
+- p = exp2(raw * multiplier - base * multiplier) is a fused multiply-add and an exponential. What the last product is
+  rounded by is common to p and to both sums of the row, and cancels in their quotient.
+
+With scores in the millions that rounding is no longer small beside 1, and p may overflow: see `beyond`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flash_jax.tiles import softmax
+from flash_jax.tiles.scores import Scoring
+from flash_jax.triton.columns import Columns
+
+_SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spare
+_LIMIT = 2.0**20  # of scores in base 2; an exponent is then off by 2^-4 at most
+
+
+class Sums(NamedTuple):
+    """Of the tiles so far, for each row: sum of p V, raw score that p is relative to, sum of p."""
+
+    accumulator: Columns  # [block_q, Dv]
+    base: jax.Array  # [block_q]
+    total: jax.Array  # [block_q]
+
+
+def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, Sums]:
+    """(p, the sums with those of p added, but for the accumulator, which has shrunk as p V needs it).
+
+    raw, masked: as in `softmax.step`.
+    """
+    multiplier, exp2, fma = scoring.multiplier, scoring.arithmetic.exp2, scoring.arithmetic.fma
+    largest = raw.max(axis=1)
+    base = jnp.where(largest > sums.base + _SLACK / multiplier, largest, sums.base)
+    # As in `softmax.step`: a row without keys so far is measured from 0.
+    scaled = (jnp.where(base == -jnp.inf, 0, base) if masked else base) * multiplier
+    p = exp2(fma(raw, multiplier, -scaled[:, None]))
+    shrink = exp2(sums.base * multiplier - scaled)  # exactly 1 where the base has not moved
+
+    def shrunk(accumulator):
+        return tuple(part * shrink[:, None] for part in accumulator)
+
+    accumulator = lax.cond(shrink.min() < 1, shrunk, lambda accumulator: accumulator, sums.accumulator)
+    return p, Sums(accumulator, base, sums.total * shrink + p.sum(axis=1))
+
+
+def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, Sums]:
+    """The same by the recurrence as it is written, which any scores may have."""
+    p, shrink, base, total = softmax.step(
+        raw, sums.base, sums.total, scoring.multiplier, masked=masked, exp2=scoring.arithmetic.exp2
+    )
+    return p, Sums(tuple(part * shrink[:, None] for part in sums.accumulator), base, total)
+
+
+def beyond(sums: Sums, scoring: Scoring) -> jax.Array:
+    """Whether any row has had scores that `step` is not good enough for, or a NaN."""
+    largest = jnp.abs(sums.base * scoring.multiplier)
+    bad = ((largest > _LIMIT) & (sums.base != -jnp.inf)) | ~(sums.total < jnp.inf)
+    return bad.astype(jnp.int32).max() > 0
