@@ -32,6 +32,9 @@ _TINY = 1e-37
 # Up to this softcap exp(-softcap), measured from the `base` of a score, is a normal float32 number: e^-80.
 _LOW_SOFTCAP = 55.0
 
+# Scores in base 2 that are further from 0 are rounded by more than 2^-4.
+FAR = 2.0**20
+
 Number: TypeAlias = float | jax.Array
 
 
@@ -57,6 +60,10 @@ def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return jnp.multiply(a, b) + c
 
 
+def _fms(a: Number, b: Number, c: Number) -> jax.Array:
+    return jnp.multiply(a, b) - c
+
+
 def _tanh_slope(t: jax.Array) -> jax.Array:
     return 1 - t * t
 
@@ -66,6 +73,7 @@ class Arithmetic(NamedTuple):
 
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2
     fma: Callable[[Number, Number, Number], jax.Array] = _fma  # a * b + c; at least one of them is an array
+    fms: Callable[[Number, Number, Number], jax.Array] = _fms  # a * b - c
     bent: Callable[[jax.Array, tanh.Bend], jax.Array] = tanh.bent
     tanh_slope: Callable[[jax.Array], jax.Array] = _tanh_slope
 
@@ -188,14 +196,17 @@ class Scoring:
         addend: jax.Array | None,
         mod: TileMod | None,
         allowed: jax.Array | None,
+        careful: bool = True,
     ) -> jax.Array:
         """p = exp(score - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
 
         Args:
           product: [..., block_q, block_kv] (or transposed), q . k without the scale.
-          lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
+          lse: broadcasts against `product`; natural logarithm, but in base 2 if `quick`; +inf on dead rows
+            (`softmax.dead_to_inf`).
           addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
+          careful: whether scores may be `far` from 0.
 
         If `quick` everything is in base 2, and score and lse are brought there beforehand, which leaves a multiply-add
         for each entry and rounds it once more: that matters only for scores in the thousands. Otherwise lse is
@@ -208,10 +219,18 @@ class Scoring:
             raw, multiplier = self.raw(product, addend, mod), self.multiplier
             if self.plain:  # where raw is the product, without the sign
                 multiplier = self.scale.value * LOG2_E
-            score = self.arithmetic.fma(raw, multiplier, lse * -LOG2_E)
-        if not (self.quick and self._low):
+            score = self.arithmetic.fms(raw, multiplier, lse)
+        if careful and not (self.quick and self._low):
             score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
+
+
+def far(lse: jax.Array) -> jax.Array:
+    """Whether scores of any row, whose log-sum-exp is in base 2, are so far from 0 that rounding makes p exceed 1 much.
+
+    Below this limit p is at most 1.2.
+    """
+    return ((jnp.abs(lse) > FAR) & (jnp.abs(lse) != jnp.inf)).astype(jnp.int32).max(initial=0) > 0
 
 
 @jax.custom_jvp

@@ -20,7 +20,7 @@ def arithmetic(spec: AttentionSpec) -> Arithmetic:
     for each entry of a tile. Here such results are 0, as probabilities under 1e-38 may well be. And it fuses no
     multiplication with an addition of its own accord.
     """
-    return PLAIN_ARITHMETIC if spec.interpret else Arithmetic(_exp2, _fma, _bent, _tanh_slope)
+    return PLAIN_ARITHMETIC if spec.interpret else Arithmetic(_exp2, _fma, _fms, _bent, _tanh_slope)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
@@ -29,6 +29,10 @@ def _exp2(x: jax.Array) -> jax.Array:
 
 def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return _elementwise("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def _fms(a: Number, b: Number, c: Number) -> jax.Array:
+    return _elementwise("{ .reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n; }", a, b, c)
 
 
 def _tanh_slope(t: jax.Array) -> jax.Array:

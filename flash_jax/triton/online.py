@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from flash_jax.tiles import softmax
-from flash_jax.tiles.scores import Scoring
+from flash_jax.tiles.scores import FAR, Scoring
 from flash_jax.triton.columns import Columns
 
 _SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spare
-_LIMIT = 2.0**20  # of scores in base 2; an exponent is then off by 2^-4 at most
 
 
 class Sums(NamedTuple):
@@ -38,12 +37,12 @@ def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[ja
 
     raw, masked: as in `softmax.step`.
     """
-    multiplier, exp2, fma = scoring.multiplier, scoring.arithmetic.exp2, scoring.arithmetic.fma
+    multiplier, exp2 = scoring.multiplier, scoring.arithmetic.exp2
     largest = raw.max(axis=1)
     base = jnp.where(largest > sums.base + _SLACK / multiplier, largest, sums.base)
     # As in `softmax.step`: a row without keys so far is measured from 0.
     scaled = (jnp.where(base == -jnp.inf, 0, base) if masked else base) * multiplier
-    p = exp2(fma(raw, multiplier, -scaled[:, None]))
+    p = exp2(scoring.arithmetic.fms(raw, multiplier, scaled[:, None]))
     shrink = exp2(sums.base * multiplier - scaled)  # exactly 1 where the base has not moved
 
     def shrunk(accumulator):
@@ -64,5 +63,5 @@ def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tu
 def beyond(sums: Sums, scoring: Scoring) -> jax.Array:
     """Whether any row has had scores that `step` is not good enough for, or a NaN."""
     largest = jnp.abs(sums.base * scoring.multiplier)
-    bad = ((largest > _LIMIT) & (sums.base != -jnp.inf)) | ~(sums.total < jnp.inf)
+    bad = ((largest > FAR) & (sums.base != -jnp.inf)) | ~(sums.total < jnp.inf)
     return bad.astype(jnp.int32).max() > 0
