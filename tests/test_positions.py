@@ -134,3 +134,19 @@ def test_the_farthest_positions_do_not_overflow(attend, at):
 def test_a_chunk_as_large_as_an_integer_is_everything(attend):
     arrays = case("B2-T5-S19-H2-f32").arrays()
     np.testing.assert_array_equal(attend(*arrays, chunk_size=2**40), attend(*arrays, chunk_size=100))
+
+
+def test_positions_that_mask_nothing(attend):
+    """They are those of alibi alone, and under vmap belong to all examples."""
+    c = case("B3-T17-S35-H2-K1-D8-f32")
+    r = np.random.default_rng(0)
+    places, slopes = {"q_positions": r.integers(0, 40, 17)}, {"alibi_slopes": np.float32([0.5, 0.25])}
+
+    def each(attend, query, key, value, **riding):
+        return jax.vmap(lambda q, k, v: attend(q, k, v, return_lse=True, **places, **riding))(query, key, value)
+
+    def derivatives(attend, inputs, cotangents):
+        values, pull = jax.vjp(lambda q, k, v, slopes: each(attend, q, k, v, alibi_slopes=slopes), *inputs)
+        return values, pull(cotangents)
+
+    check(Program(derivatives, derivative=(False, True)), attend, (*c.arrays(), *slopes.values()), c.cotangents())

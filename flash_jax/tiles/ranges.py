@@ -127,10 +127,15 @@ def tile_ranges(
     Arguments as in `judge_all`. Of many tiles, so many are judged at a time that memory stays linear in their number.
     """
 
+    arrays = (operands.q_positions, operands.kv_positions, operands.q_segment_ids, operands.kv_segment_ids)
+    count = max((x.ndim - 1 for x in arrays if x is not None), default=0)
+
     def found(numbers):
         only = None if numbers is None else (side, numbers)
         judged = judge_all(operands, spec, geometry, sizes, blocks, only)
-        return jnp.stack(hull(*judged, axis=(-1, -2)[side]), axis=-1)
+        ranges = jnp.stack(hull(*judged, axis=(-1, -2)[side]), axis=-1)
+        # Positions that nothing is masked by have left no leading dims.
+        return jnp.expand_dims(ranges, tuple(range(count + 2 - ranges.ndim)))
 
     own, other = (-(-sizes[n] // blocks[n]) for n in (side, 1 - side))
     *lead, _, _ = jax.eval_shape(found, None).shape
