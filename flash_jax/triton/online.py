@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flash_jax.tiles import softmax
-from flash_jax.tiles.scores import FAR, Scoring
+from flash_jax.tiles.scores import Scoring, far
 from flash_jax.triton.columns import Columns
 
 _SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spare
@@ -62,6 +62,5 @@ def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tu
 
 def beyond(sums: Sums, scoring: Scoring) -> jax.Array:
     """Whether any row has had scores that `step` is not good enough for, or a NaN."""
-    largest = jnp.abs(sums.base * scoring.multiplier)
-    bad = ((largest > FAR) & (sums.base != -jnp.inf)) | ~(sums.total < jnp.inf)
-    return bad.astype(jnp.int32).max() > 0
+    broken = ~(sums.total < jnp.inf)
+    return far(sums.base * scoring.multiplier) | (broken.astype(jnp.int32).max() > 0)
