@@ -81,8 +81,10 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     sums = with_care(run, fused or not reader.closed, spoiled)
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
-    largest = sums.base * (scoring.multiplier if scoring.base is None else LOG2_E)  # in base 2, as p has it
-    alive, divisor, lse = softmax.finish(largest, sums.total, 1.0, alive, sink)
+    base, multiplier = sums.base, scoring.multiplier if scoring.base is None else LOG2_E
+    if fused:  # rounded as p has it
+        base, multiplier = base * multiplier, 1.0
+    alive, divisor, lse = softmax.finish(base, sums.total, multiplier, alive, sink)
     if spec.dropout_rate:
         divisor *= 1 - spec.dropout_rate
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in sums.accumulator)
