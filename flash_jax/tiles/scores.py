@@ -206,7 +206,7 @@ class Scoring:
             (`softmax.dead_to_inf`).
           addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
-          careful: whether scores may be `far` from 0.
+          careful: whether scores may be `far` from 0; matters only if `quick`.
 
         If `quick` everything is in base 2, and score and lse are brought there beforehand, which leaves a multiply-add
         for each entry and rounds it once more: that matters only for scores in the thousands. Otherwise lse is
@@ -220,7 +220,7 @@ class Scoring:
             if self.plain:  # where raw is the product, without the sign
                 multiplier = self.scale.value * LOG2_E
             score = self.arithmetic.fms(raw, multiplier, lse)
-        if careful and not (self.quick and self._low):
+        if not self.quick or (careful and not self._low):
             score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 
