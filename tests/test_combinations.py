@@ -168,8 +168,9 @@ def differentiated(c, features, draw):
 
 
 def rows_that_attend_two_keys(c, options, bias):
-    """How many do. Others give dq and dk nothing, and with one or two rows plain attention may be right by luck: then it
-    is no yardstick (docs/semantics.md).
+    """How many do. Others give dq and dk nothing, and with one or two rows plain attention may be right by luck.
+
+    Then it is no yardstick (docs/semantics.md).
     """
     where = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths")
     at = positions(c.T, c.S, c.batch, **{name: options[name] for name in where if name in options})
