@@ -167,8 +167,11 @@ def differentiated(c, features, draw):
     return *inputs, riding
 
 
-def some_row_attends_two_keys(c, options, bias):
-    """Where none does, dq and dk are exactly 0 and plain attention says so: no yardstick (docs/semantics.md)."""
+def rows_that_attend_two_keys(c, options, bias):
+    """How many do. Others give dq and dk nothing, and with one or two rows plain attention may be right by luck.
+
+    Then it is no yardstick (docs/semantics.md).
+    """
     where = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths")
     at = positions(c.T, c.S, c.batch, **{name: options[name] for name in where if name in options})
     seen = np.asarray(visible(c.T, c.S, c.batch, at, **options))
@@ -176,7 +179,7 @@ def some_row_attends_two_keys(c, options, bias):
     if "mask_mod" in options:
         tables = map(Table, options["mod_operands"])
         seen = seen & options["mask_mod"](*indices((*c.batch, c.H, c.T, c.S)), *tables)
-    return (seen.sum(-1) > 1).any()
+    return (seen.sum(-1) > 1).sum()
 
 
 def all_derivatives(attend, inputs, cotangents, directions):
@@ -197,7 +200,7 @@ def compare(name, features, blocks, seed):
     draw = Drawing(c, seed)
     options = options_of(c, features, draw)
     inputs = differentiated(c, features, draw)
-    hypothesis.assume(some_row_attends_two_keys(c, options, inputs[3].get("bias", np.zeros(()))))
+    hypothesis.assume(rows_that_attend_two_keys(c, options, inputs[3].get("bias", np.zeros(()))) >= 6)
     shapes = {name: tuple(t.shape for t in x) if isinstance(x, tuple) else x.shape for name, x in inputs[3].items()}
     sixteen = lambda *trees: jax.tree.map(lambda *x: np.stack(x), *trees)  # noqa: E731
     cotangents = sixteen(*(c.cotangents(n) for n in range(16)))

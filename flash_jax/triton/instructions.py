@@ -14,13 +14,15 @@ _BENT_AT_ONCE = 16  # numbers of a thread for which one branch decides
 
 
 def arithmetic(spec: AttentionSpec) -> Arithmetic:
-    """What a kernel of `spec` computes with; in interpret mode JAX's own functions, which mean the same.
+    """What a kernel of `spec` computes with; in interpret mode JAX's own functions, or what means the same.
 
     The compiler's exp2 scales arguments that would give a denormal number, before and after: three more instructions
     for each entry of a tile. Here such results are 0, as probabilities under 1e-38 may well be. And it fuses no
     multiplication with an addition of its own accord.
     """
-    return PLAIN_ARITHMETIC if spec.interpret else Arithmetic(_exp2, _fma, _fms, _bent, _tanh_slope)
+    if spec.interpret:
+        return PLAIN_ARITHMETIC._replace(fma=_fma_interpreted, fms=lambda a, b, c: _fma_interpreted(a, b, -c))
+    return Arithmetic(_exp2, _fma, _fms, _bent, _tanh_slope)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
@@ -33,6 +35,21 @@ def _fma(a: Number, b: Number, c: Number) -> jax.Array:
 
 def _fms(a: Number, b: Number, c: Number) -> jax.Array:
     return _elementwise("{ .reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n; }", a, b, c)
+
+
+def _fma_interpreted(a: Number, b: Number, c: Number) -> jax.Array:
+    """a * b + c without the rounding of the product, whose error is found by splitting the factors (Dekker, 1971)."""
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    product, (a_high, a_low), (b_high, b_low) = a * b, _halves(a), _halves(b)
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return product + c + jnp.where(jnp.isfinite(error), error, 0)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two numbers of 12 bits that add up to x."""
+    scaled = x * 4097.0
+    high = scaled - (scaled - x)
+    return high, x - high
 
 
 def _tanh_slope(t: jax.Array) -> jax.Array:
