@@ -1,0 +1,111 @@
+"""What the right answer is: attention in float64 NumPy, of one key/value head, sharing no code with what it judges.
+
+Judged is the last key/value head of the last example, with the query heads that share it. Where a head has at most
+`WHOLE` pairs of query and key all of it is computed; else `SAMPLE` query rows of it, which give the output and the
+gradient to the query exactly, but not those to keys and values: these need every row.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.cases import Case
+
+WHOLE = 2**28  # a head of 16k queries and 16k keys
+SAMPLE = 64
+BLOCK = 2**22  # scores that are held at a time
+
+# A result further off than this is wrong. Rounding the inputs and results to bfloat16 alone makes some 3e-3; one TF32
+# product, which is what a GPU's default gives float32, some 5e-4. A forgotten mask or scale makes 1e-1 or more.
+LIMITS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 3e-3}
+
+
+class Head(NamedTuple):
+    """A key/value head and its query heads in float64: q, dout [T, G, ...], k, v [S, ...], bias [G, T, S] or None."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    bias: np.ndarray | None
+
+
+class Truth(NamedTuple):
+    """Exact results: out and dq [rows, G, ...] of the rows named; dk, dv [S, ...], or None where only a sample was."""
+
+    rows: np.ndarray
+    out: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray | None
+    dv: np.ndarray | None
+
+
+def cut(x: Any, heads: int) -> np.ndarray:
+    """The last heads of the last example of an array [B, length, heads, width], as float64 [length, heads, width]."""
+    return np.asarray(x[-1, :, x.shape[2] - heads :]).astype(np.float64)
+
+
+def head_of(case: Case, arrays: tuple, extras: dict[str, Any]) -> Head:
+    """The head that is judged, of the inputs of all."""
+    q, k, v, dout = arrays
+    bias = extras.get("bias")
+    if bias is not None:
+        bias = np.asarray(bias[0, case.H - case.group :]).astype(np.float64)
+    return Head(cut(q, case.group), cut(k, 1)[:, 0], cut(v, 1)[:, 0], cut(dout, case.group), bias)
+
+
+def truth(case: Case, head: Head) -> Truth:
+    """The exact results, of all rows or of a sample."""
+    whole = case.group * case.T * case.S <= WHOLE
+    rows = np.arange(case.T) if whole else sampled_rows(case.T)
+    out = np.empty((len(rows), case.group, case.Dv))
+    dq = np.empty((len(rows), case.group, case.D))
+    dk, dv = np.zeros((case.S, case.D)), np.zeros((case.S, case.Dv))
+    step = max(1, BLOCK // case.S)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        seen = case.allowed(some)
+        for g in range(case.group):
+            bias = 0.0 if head.bias is None else head.bias[g, some]
+            block = _rows(head, head.q[some, g], head.dout[some, g], seen, bias)
+            out[start : start + step, g], dq[start : start + step, g] = block[:2]
+            dk += block[2]
+            dv += block[3]
+    return Truth(rows, out, dq, dk if whole else None, dv if whole else None)
+
+
+def sampled_rows(T: int) -> np.ndarray:
+    """The first and the last row, and others at random, in order."""
+    inner = np.random.default_rng(0).choice(T, min(SAMPLE, T), replace=False)
+    return np.unique(np.concatenate([[0, T - 1], inner]))
+
+
+def _rows(head: Head, q: np.ndarray, dout: np.ndarray, seen: np.ndarray, bias: Any) -> tuple[np.ndarray, ...]:
+    """out and dq of some rows, and what they add to dk and dv; the formulas are those of a softmax's derivative."""
+    scale = q.shape[-1] ** -0.5
+    scores = np.where(seen, q @ head.k.T * scale + bias, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    dp = dout @ head.v.T
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    return p @ head.v, ds @ head.k * scale, ds.T @ q * scale, p.T @ dout
+
+
+def errors(case: Case, result: Any, exact: Truth) -> dict[str, float]:
+    """||x - r|| / ||r|| of each part of a result: out, or (out, (dq, dk, dv)), where the truth is known."""
+    out, gradients = result if isinstance(result, tuple) else (result, ())
+    found = {"out": (out, exact.out, case.group)}
+    for name, x, r, heads in zip(("dq", "dk", "dv"), gradients, exact[2:], (case.group, 1, 1), strict=False):
+        if r is not None:
+            found[name] = (x, r if name == "dq" else r[:, None], heads)
+    measured = {}
+    for name, (x, r, heads) in found.items():
+        part = cut(x, heads)
+        part = part[exact.rows] if name in ("out", "dq") else part
+        measured[name] = float(np.linalg.norm(part - r) / np.linalg.norm(r))
+    return measured
+
+
+def wrong(case: Case, measured: dict[str, float]) -> bool:
+    """Whether any error is beyond what the dtype explains; NaN is."""
+    return not all(error <= LIMITS[case.dtype] for error in measured.values())
