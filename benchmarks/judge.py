@@ -67,10 +67,12 @@ def truth(case: Case, head: Head) -> Truth:
         seen = case.allowed(some)
         for g in range(case.group):
             bias = 0.0 if head.bias is None else head.bias[g, some]
-            block = _rows(head, head.q[some, g], head.dout[some, g], seen, bias)
-            out[start : start + step, g], dq[start : start + step, g] = block[:2]
-            dk += block[2]
-            dv += block[3]
+            q, dout = head.q[some, g], head.dout[some, g]
+            p, ds = _scores(head, q, dout, seen, bias)
+            out[start : start + step, g], dq[start : start + step, g] = p @ head.v, ds @ head.k
+            if whole:
+                dk += ds.T @ q
+                dv += p.T @ dout
     return Truth(rows, out, dq, dk if whole else None, dv if whole else None)
 
 
@@ -80,15 +82,14 @@ def sampled_rows(T: int) -> np.ndarray:
     return np.unique(np.concatenate([[0, T - 1], inner]))
 
 
-def _rows(head: Head, q: np.ndarray, dout: np.ndarray, seen: np.ndarray, bias: Any) -> tuple[np.ndarray, ...]:
-    """out and dq of some rows, and what they add to dk and dv; the formulas are those of a softmax's derivative."""
+def _scores(head: Head, q: np.ndarray, dout: np.ndarray, seen: np.ndarray, bias: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The weights p of some rows [rows, S], and the gradient of q k^T: that of the scores, scaled."""
     scale = q.shape[-1] ** -0.5
     scores = np.where(seen, q @ head.k.T * scale + bias, -np.inf)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     dp = dout @ head.v.T
-    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
-    return p @ head.v, ds @ head.k * scale, ds.T @ q * scale, p.T @ dout
+    return p, p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * scale
 
 
 def errors(case: Case, result: Any, exact: Truth) -> dict[str, float]:

@@ -79,37 +79,41 @@ Cells = dict[str, dict[str, Any]]
 
 
 def measure(
-    case: Case,
-    kind: str,
-    row: dict[str, Future | str],
-    inputs: tuple,
-    exact: judge.Truth,
-    timer: tuple[int, float, str],
-) -> Cells:
-    """Results of one case and pass, by contender: the calls are judged first, then timed side by side."""
-    calls: dict[str, Any] = {}
-    cells: Cells = {}
-    for name, future in row.items():
-        if isinstance(future, str):
-            cells[name] = {"left_out": future}
-            continue
-        try:
-            if future.cancelled():
-                raise TimeoutError("not compiled in the time that was given")
-            built: Built = future.result()
-            call = functools.partial(built.call, *inputs)
-            error = judge.errors(case, call(), exact)
-            cells[name] = {"errors": error, "wrong": judge.wrong(case, error)}
-            cells[name] |= {key: round(x, 3) for key, x in built._asdict().items() if key != "call"}
-            calls[name] = call
-        except Exception as error:  # noqa: BLE001  (a contender that cannot do it leaves a gap in the table)
-            cells[name] = {"failed": timing.first_line(error)}
-    for name, t in timing.measure(calls, *timer).items():
+    case: Case, futures: Futures, inputs: tuple, exact: judge.Truth, timer: tuple[int, float, str]
+) -> dict[str, Cells]:
+    """Results of one case, by pass and contender: all calls are judged first, then timed side by side.
+
+    Both passes are in the same rounds, since the backward pass by itself is the difference of the two.
+    """
+    cells: dict[str, Cells] = {}
+    calls: dict[tuple[str, str], Any] = {}
+    for kind in case.passes:
+        cells[kind] = {}
+        for name, future in futures[case, kind].items():
+            try:
+                cells[kind][name], call = judged(case, future, inputs, exact)
+                calls |= {(kind, name): call} if call else {}
+            except Exception as error:  # noqa: BLE001  (a contender that cannot do it leaves a gap in the table)
+                cells[kind][name] = {"failed": timing.first_line(error)}
+    for (kind, name), t in timing.measure(calls, *timer).items():
         if isinstance(t, str):
-            cells[name] = {"failed": t}
+            cells[kind][name] = {"failed": t}
         else:
-            cells[name] |= speed(case, kind, t)
+            cells[kind][name] |= speed(case, kind, t)
     return cells
+
+
+def judged(case: Case, future: Future | str, inputs: tuple, exact: judge.Truth) -> tuple[dict[str, Any], Any]:
+    """(What is known of a contender before it is timed, its call), or (why it is left out, None)."""
+    if isinstance(future, str):
+        return {"left_out": future}, None
+    if future.cancelled():
+        return {"left_out": "not compiled in the time that was given"}, None
+    built: Built = future.result()
+    call = functools.partial(built.call, *inputs)
+    error = judge.errors(case, call(), exact)
+    cell: dict[str, Any] = {"errors": error, "wrong": judge.wrong(case, error)}
+    return cell | {key: round(x, 3) for key, x in built._asdict().items() if key != "call"}, call
 
 
 def speed(case: Case, kind: str, t: timing.Timing) -> dict[str, float]:
@@ -127,7 +131,7 @@ def backward_of(case: Case, rows: dict[str, Cells]) -> Cells:
             cells[name] = forward if "left_out" in both or "ms" in both else both
             continue
         if both["ms"] <= forward["ms"]:
-            cells[name] = {"failed": "no slower with the backward pass than without: timed too coarsely"}
+            cells[name] = {"left_out": "no slower with the backward pass than without: timed too coarsely"}
             continue
         low = max(both["low_ms"] - forward["high_ms"], 1e-6)
         t = timing.Timing(both["ms"] - forward["ms"], low, both["high_ms"] - forward["low_ms"])

@@ -14,6 +14,12 @@ def ok(cell: dict[str, Any]) -> bool:
     return "ms" in cell and not cell.get("wrong", False)
 
 
+def faults(rows: list[Row]) -> list[str]:
+    """Where ours failed or is wrong."""
+    ours = [(row, row["cells"].get("flash_jax", {})) for row in rows]
+    return [f"{row['case']} {row['pass']}" for row, cell in ours if "failed" in cell or cell.get("wrong")]
+
+
 def block(row: Row) -> str:
     """One case and pass: a line for each contender that is installed, ours first."""
     lines, out = [f"{row['case']}  {row['pass']}"], []

@@ -125,9 +125,7 @@ def measure_all(
             continue
         timer = (options.samples, options.sample_ms, options.timer)
         inputs = case.inputs()
-        cells = {
-            kind: programs.measure(case, kind, futures[case, kind], inputs, truths[case], timer) for kind in case.passes
-        }
+        cells = programs.measure(case, futures, inputs, truths[case], timer)
         del inputs
         rows = rows_of(case, cells, torch, options)
         found["rows"] += rows
@@ -185,7 +183,7 @@ def summary(found: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs, writes, draws and compares; the exit status."""
+    """Runs, writes, draws and compares; the exit status, which is 1 also where ours failed or is wrong."""
     options = parse(arguments)
     workloads.quiet()
     old = json.loads(options.compare.read_text()) if options.compare else None  # may be the file that is written
@@ -194,7 +192,11 @@ def main(arguments: list[str] | None = None) -> int:
     pictures = figure.draw(found, options.json.with_suffix(""))
     summary(found)
     print(f"{options.json} {' '.join(map(str, pictures)) or '(matplotlib is not installed: no figures)'}")
-    return compare.show(old, found, options.fail_over) if old else 0
+    faults = report.faults(found["rows"])
+    if faults:
+        print(f"OURS FAILED OR WRONG: {', '.join(faults)}")
+    status = compare.show(old, found, options.fail_over) if old else 0
+    return status or int(bool(faults))
 
 
 if __name__ == "__main__":
