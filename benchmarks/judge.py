@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.cases import Case
 
 WHOLE = 2**28  # a head of 16k queries and 16k keys
-SAMPLE = 64
-BLOCK = 2**22  # scores that are held at a time
+SAMPLE = 32
+BLOCK = 2**22  # scores that are held at a time, or those of SAMPLE rows where that is more
 
 # A result further off than this is wrong. Rounding the inputs and results to bfloat16 alone makes some 3e-3; one TF32
 # product, which is what a GPU's default gives float32, some 5e-4. A forgotten mask or scale makes 1e-1 or more.
@@ -31,7 +31,7 @@ class Head(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """Exact results: out and dq [rows, G, ...] of the rows named; dk, dv [S, ...], or None where only a sample was."""
+    """Exact results: out and dq [rows, G, ...] of the rows named; dk, dv [S, ...], or None where they are not known."""
 
     rows: np.ndarray
     out: np.ndarray
@@ -54,42 +54,50 @@ def head_of(case: Case, arrays: tuple, extras: dict[str, Any]) -> Head:
     return Head(cut(q, case.group), cut(k, 1)[:, 0], cut(v, 1)[:, 0], cut(dout, case.group), bias)
 
 
-def truth(case: Case, head: Head) -> Truth:
-    """The exact results, of all rows or of a sample."""
-    whole = case.group * case.T * case.S <= WHOLE
+def truth(case: Case, head: Head, most: int | None = None) -> Truth:
+    """The exact results: of all rows where the head has at most so many pairs (default: WHOLE), else of a sample."""
+    whole = case.group * case.T * case.S <= (WHOLE if most is None else most)
     rows = np.arange(case.T) if whole else sampled_rows(case.T)
     out = np.empty((len(rows), case.group, case.Dv))
-    dq = np.empty((len(rows), case.group, case.D))
+    dq = np.zeros((len(rows), case.group, case.D))
     dk, dv = np.zeros((case.S, case.D)), np.zeros((case.S, case.Dv))
-    step = max(1, BLOCK // case.S)
+    step = max(SAMPLE, BLOCK // case.S)
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
         seen = case.allowed(some)
         for g in range(case.group):
             bias = 0.0 if head.bias is None else head.bias[g, some]
             q, dout = head.q[some, g], head.dout[some, g]
-            p, ds = _scores(head, q, dout, seen, bias)
-            out[start : start + step, g], dq[start : start + step, g] = p @ head.v, ds @ head.k
+            p = _weights(head, q, seen, bias)
+            out[start : start + step, g] = p @ head.v
+            if not case.backward:
+                continue
+            ds = _gradient(head, p, dout)
+            dq[start : start + step, g] = ds @ head.k
             if whole:
                 dk += ds.T @ q
                 dv += p.T @ dout
-    return Truth(rows, out, dq, dk if whole else None, dv if whole else None)
+    all_known = whole and case.backward
+    return Truth(rows, out, dq, dk if all_known else None, dv if all_known else None)
 
 
 def sampled_rows(T: int) -> np.ndarray:
     """The first and the last row, and others at random, in order."""
-    inner = np.random.default_rng(0).choice(T, min(SAMPLE, T), replace=False)
+    inner = np.random.default_rng(0).choice(T, min(SAMPLE - 2, T), replace=False)
     return np.unique(np.concatenate([[0, T - 1], inner]))
 
 
-def _scores(head: Head, q: np.ndarray, dout: np.ndarray, seen: np.ndarray, bias: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The weights p of some rows [rows, S], and the gradient of q k^T: that of the scores, scaled."""
-    scale = q.shape[-1] ** -0.5
-    scores = np.where(seen, q @ head.k.T * scale + bias, -np.inf)
+def _weights(head: Head, q: np.ndarray, seen: np.ndarray, bias: Any) -> np.ndarray:
+    """The softmax of some rows' scores, [rows, S]."""
+    scores = np.where(seen, q @ head.k.T * q.shape[-1] ** -0.5 + bias, -np.inf)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _gradient(head: Head, p: np.ndarray, dout: np.ndarray) -> np.ndarray:
+    """The gradient of these rows' q k^T: that of the scores, scaled."""
     dp = dout @ head.v.T
-    return p, p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * scale
+    return p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * head.k.shape[-1] ** -0.5
 
 
 def errors(case: Case, result: Any, exact: Truth) -> dict[str, float]:

@@ -173,7 +173,9 @@ def summary(found: dict[str, Any]) -> None:
     if found.get("not_reached"):
         print(f"not reached in time: {', '.join(found['not_reached'])}")
     if "torch" in found["torch"]:
-        print(f"{torch_sdpa.NOTE}; its 8192^3 product: {found['torch']['product_tflops']:.0f} TFLOP/s")
+        t = found["torch"]
+        product = f"its {t['product_side']}^3 product: {t['product_tflops']:.3g} TFLOP/s"
+        print(f"{t['note']}, by {t['clock']}; torch {t['torch']}; {product}")
     one, two = found["ceilings_before"], found["ceilings_after"]
     print(
         f"bf16 product: {one['product_tflops']:.3g} and {two['product_tflops']:.3g} TFLOP/s, "

@@ -2,6 +2,7 @@
 
 JAX takes most of a GPU's memory when it starts, so this process runs before that, and its numbers are not interleaved
 with the others'. It reads cases as JSON from its input and writes their results to its output; it does not import JAX.
+Without a GPU it runs on the CPU, on the host's clock, so that the script can be tried.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,9 @@ from benchmarks import judge
 from benchmarks.cases import BACKWARD, BOTH, FORWARD, Case
 
 NAME = "torch flash"
-NOTE = f"{NAME}: in a process of its own before the others, not interleaved with them; by CUDA events"
+NOTE = f"{NAME} ran in a process of its own before the others, not interleaved with them"
 NOT_INSTALLED = "not installed"
+WHOLE = 2**26  # pairs of a head that is judged whole: here nothing is compiled meanwhile
 
 
 def refuses(case: Case) -> str | None:
@@ -50,9 +53,15 @@ class Timer:
 
     def __init__(self, torch: Any, samples: int, sample_ms: float):
         self.torch, self.samples, self.sample_ms = torch, samples, sample_ms
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def sample(self, call: Callable, repeats: int) -> float:
         """Milliseconds of a call."""
+        if self.device == "cpu":
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            return (time.perf_counter() - begin) / repeats * 1e3
         start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(repeats):
@@ -60,6 +69,16 @@ class Timer:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / repeats
+
+    def forget_memory(self) -> None:
+        """Begins to note anew how much memory is taken."""
+        if self.device == "cuda":
+            self.torch.cuda.empty_cache()
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> dict[str, float]:
+        """The most that was taken, the arguments among it; nothing is known of it on a CPU."""
+        return {"peak_mib": self.torch.cuda.max_memory_allocated() / 2**20} if self.device == "cuda" else {}
 
     def __call__(self, call: Callable) -> dict[str, float]:
         """The median, least and greatest of the samples."""
@@ -70,16 +89,16 @@ class Timer:
         return {"ms": statistics.median(taken), "low_ms": min(taken), "high_ms": max(taken)}
 
 
-def results(torch: Any, case: Case, timer: Timer) -> dict[str, dict[str, Any]]:
-    """{pass: result} of one case."""
-    shapes = [(case.T, case.H, case.D), (case.S, case.K, case.D), (case.S, case.K, case.Dv), (case.T, case.H, case.Dv)]
-    dtype = getattr(torch, case.dtype)
-    arrays = [torch.randn(case.B, *shape, device="cuda", dtype=dtype) for shape in shapes]
+def calls_of(torch: Any, case: Case, arrays: list[Any]) -> dict[str, Callable]:
+    """{pass: call} on (query, key, value, cotangent), each [B, length, heads, width]."""
     q, k, v, dout = (x.transpose(1, 2).requires_grad_(case.backward) for x in arrays)
     more = {"is_causal": case.causal, "enable_gqa": case.H != case.K}
 
     def attend():
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more).transpose(1, 2)
+
+    def gradients(out, **keep):
+        return tuple(x.transpose(1, 2) for x in torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2), **keep))
 
     def forward():
         with torch.no_grad():
@@ -87,35 +106,36 @@ def results(torch: Any, case: Case, timer: Timer) -> dict[str, dict[str, Any]]:
 
     def both():
         out = attend()
-        return out, torch.autograd.grad(out, (q, k, v), dout)
+        return out, gradients(out)
 
-    def on_host(x: Any, heads: int) -> Any:
-        return x.detach()[-1:, -heads:].transpose(1, 2).float().cpu().numpy()
+    if not case.backward:
+        return {FORWARD: forward}
+    kept = attend()
+    return {FORWARD: forward, BOTH: both, BACKWARD: lambda: gradients(kept, retain_graph=True)}
 
-    heads = (case.group, 1, 1, case.group)
-    head = judge.head_of(case, tuple(on_host(x, n) for x, n in zip((q, k, v, dout), heads, strict=True)), {})
-    exact = judge.truth(case, head)
-    torch.cuda.reset_peak_memory_stats()
-    calls: dict[str, Callable] = {FORWARD: forward, **({BOTH: both} if case.backward else {})}
+
+def results(torch: Any, case: Case, timer: Timer) -> dict[str, dict[str, Any]]:
+    """{pass: result} of one case; the backward pass is judged as part of forward+backward."""
+    shapes = [(case.T, case.H, case.D), (case.S, case.K, case.D), (case.S, case.K, case.Dv), (case.T, case.H, case.Dv)]
+    arrays = [torch.randn(case.B, *shape, device=timer.device, dtype=getattr(torch, case.dtype)) for shape in shapes]
+
+    def on_host(x: Any) -> Any:
+        return x.detach()[-1:].float().cpu().numpy()
+
+    exact = judge.truth(case, judge.head_of(case, tuple(map(on_host, arrays)), {}), WHOLE)
     found: dict[str, dict[str, Any]] = {}
-    for kind, call in calls.items():
+    for kind, call in calls_of(torch, case, arrays).items():
+        timer.forget_memory()
         result = call()
-        if kind == FORWARD:
-            seen: Any = on_host(result, case.group)
+        if kind == BACKWARD:
+            cell = {"wrong": found[BOTH]["wrong"]}
         else:
-            out, gradients = result
-            seen = on_host(out, case.group), tuple(on_host(x, n) for x, n in zip(gradients, heads, strict=False))
-        error = judge.errors(case, seen, exact)
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        found[kind] = {"errors": error, "wrong": judge.wrong(case, error), "peak_mib": peak, **timer(call)}
-    if case.backward:
-        out = attend()
-        found[BACKWARD] = timer(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-        found[BACKWARD]["wrong"] = found[BOTH]["wrong"]
-    for kind, cell in found.items():
-        cell["tflops"] = case.flops(kind) / cell["ms"] / 1e9
-    if FORWARD in found:
-        found[FORWARD]["gb_per_s"] = case.traffic() / found[FORWARD]["ms"] / 1e6
+            seen = on_host(result) if kind == FORWARD else (on_host(result[0]), tuple(map(on_host, result[1])))
+            error = judge.errors(case, seen, exact)
+            cell = {"errors": error, "wrong": judge.wrong(case, error), **timer.memory()}
+        found[kind] = cell | timer(call)
+        found[kind]["tflops"] = case.flops(kind) / found[kind]["ms"] / 1e9
+    found[FORWARD]["gb_per_s"] = case.traffic() / found[FORWARD]["ms"] / 1e6
     return found
 
 
@@ -139,10 +159,12 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  (its result)
             text = (str(error).strip().splitlines() or [""])[0][:160]
             cells[case.name] = dict.fromkeys(passes, {"failed": f"{type(error).__name__}: {text}"})
-        torch.cuda.empty_cache()
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = 2.0 * 8192**3 / timer(lambda: a @ b)["ms"] / 1e9
-    print(json.dumps({"cells": cells, "torch": torch.__version__, "product_tflops": product}))
+    side = 8192 if timer.device == "cuda" else 128
+    a, b = (torch.randn(side, side, device=timer.device, dtype=torch.bfloat16) for _ in range(2))
+    product = 2.0 * side**3 / timer(lambda: a @ b)["ms"] / 1e9
+    clock = "CUDA events" if timer.device == "cuda" else "the host's clock"
+    about = {"torch": torch.__version__, "product_tflops": product, "product_side": side, "clock": clock, "note": NOTE}
+    print(json.dumps({"cells": cells, **about}))
 
 
 if __name__ == "__main__":
