@@ -56,12 +56,15 @@ def memory(compiled: Any) -> tuple[float, float]:
 Futures = dict[tuple[Case, str], dict[str, Future | str]]
 
 
-def compile_all(pool: ThreadPoolExecutor, cases: list[Case], contenders: list[Contender]) -> Futures:
-    """For each case and pass what each contender will have compiled, or why it is left out."""
+def compile_all(
+    pool: ThreadPoolExecutor, cases: list[Case], contenders: list[Contender], passes: tuple[str, ...] = (FORWARD, BOTH)
+) -> Futures:
+    """For each case and each of these passes what each contender will have compiled, or why it is left out."""
     return {
         (case, kind): {c.name: c.left_out(case, kind) or pool.submit(build, c, case, kind) for c in contenders}
         for case in cases
         for kind in case.passes
+        if kind in passes
     }
 
 
@@ -87,7 +90,7 @@ def measure(
     """
     cells: dict[str, Cells] = {}
     calls: dict[tuple[str, str], Any] = {}
-    for kind in case.passes:
+    for kind in (kind for kind in case.passes if (case, kind) in futures):
         cells[kind] = {}
         for name, future in futures[case, kind].items():
             try:

@@ -14,6 +14,7 @@ head, r being float64 (judge.py). docs/benchmarks.md says more.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -65,6 +66,8 @@ def chosen(options: argparse.Namespace) -> list[Case]:
         # What "headline" has is in the grid and in d256 too.
         names = options.suite or [name for name in all_cases.SUITES if name != "headline"]
         found = [case for name in names for case in all_cases.SUITES[name]()]
+    if options.passes == [FORWARD]:  # nothing is judged, nor computed by PyTorch, that nobody asks for
+        found = [dataclasses.replace(case, backward=False) for case in found]
     return [case.shrunk(options.shrink) for case in found]
 
 
@@ -72,6 +75,11 @@ def entrants(options: argparse.Namespace) -> list[contenders.Contender]:
     """The contenders that are asked for."""
     found = contenders.registry(options.implementation, workloads.parse_blocks(options.blocks))
     return [c for c in found if wanted(c.name, options)]
+
+
+def compiled_for(options: argparse.Namespace) -> tuple[str, ...]:
+    """The passes that are compiled: the backward pass by itself is the difference of two."""
+    return (FORWARD, BOTH) if BACKWARD in options.passes else tuple(options.passes)
 
 
 def wanted(name: str, options: argparse.Namespace) -> bool:
@@ -148,7 +156,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     absent = found["not_installed"] + [torch_sdpa.NAME] * (torch.get("left_out") == torch_sdpa.NOT_INSTALLED)
     print(f"not installed: {', '.join(absent)}" if absent else "all contenders are installed", flush=True)
     with ThreadPoolExecutor(workloads.threads()) as pool:
-        futures = programs.compile_all(pool, cases, who)
+        futures = programs.compile_all(pool, cases, who, compiled_for(options))
         truths = {}
         for case in cases:
             truths[case] = judge.truth(case, judge.head_of(case, *case.inputs()))

@@ -151,6 +151,16 @@ def test_what_a_library_would_get_wrong_is_refused():
     assert set(contenders.SAME_FORWARD) | set(contenders.SAME_FORWARD.values()) <= set(by_name)
 
 
+@pytest.mark.parametrize(
+    ("asked", "compiled"), [("forward", (FORWARD,)), ("forward+backward", (BOTH,)), ("backward", (FORWARD, BOTH))]
+)
+def test_only_the_passes_that_are_asked_for_are_compiled(asked, compiled):
+    options = speed.parse(["--shapes", "d64-T512", "--passes", asked])
+    assert speed.compiled_for(options) == compiled
+    (full, causal) = speed.chosen(options)
+    assert causal.name == "d64-T512-causal" and full.backward == (asked != "forward")
+
+
 # What the truth is
 
 
