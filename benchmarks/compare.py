@@ -4,7 +4,7 @@
 
 A result is slower, or faster, where the samples of the two runs do not overlap at all. With --fail-over the exit status
 is 1 where one of ours is slower by more than so many percent, or was there and is gone or wrong now; what others do is
-listed and does not count. Reports of different devices or timers are refused (exit status 2).
+listed and does not count. Reports of different devices, timers or --shrink are refused (exit status 2).
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Incomparable(Exception):
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """What is slower, faster or gone, slowest first; cells that only one report asked for are passed over."""
-    for key in ("device", "timer"):
+    for key in ("device", "timer", "shrink"):
         if old.get(key) != new.get(key):
             raise Incomparable(f"the reports differ in their {key}: {old.get(key)!r} and {new.get(key)!r}")
     before, found = _cells(old), []

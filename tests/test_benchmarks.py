@@ -233,6 +233,7 @@ def test_compare_counts_ours_gone_wrong_and_refuses_another_device(capsys):
     assert compare.show(old, new, 5) == 1
     assert compare.show(old, copy.deepcopy(old) | {"device": "A100"}, 5) == 2
     assert compare.show(old, copy.deepcopy(old) | {"timer": "cupti"}, 5) == 2
+    assert compare.show(old, copy.deepcopy(old) | {"shrink": 64}, 5) == 2
     assert "differ in their device: 'H200' and 'A100'" in capsys.readouterr().out
 
 
