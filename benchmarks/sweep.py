@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import features, timing, workloads
+from benchmarks import timing, workloads
+from benchmarks.cases import packed
 from benchmarks.workloads import Shape
 from flash_jax import BlockSizes, triton
 from flash_jax.spec import AttentionSpec, Operands
@@ -113,7 +114,7 @@ def operands_of(group: Group) -> Operands:
         "mask": lambda: Operands(mask=jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))),
         "alibi": lambda: Operands(alibi_slopes=jnp.linspace(0.1, 0.5, H)[None]),
         "scale": lambda: Operands(scale=jnp.full((1,), group.shape.D**-0.5)),
-        "segments": lambda: _segments(features.packed(T)),
+        "segments": lambda: _segments(packed(T)),
     }
     return make.get(group.option, Operands)()
 
