@@ -132,8 +132,8 @@ def tile_ranges(
 
     def found(numbers):
         only = None if numbers is None else (side, numbers)
-        judged = judge_all(operands, spec, geometry, sizes, blocks, only)
-        ranges = jnp.stack(hull(*judged, axis=(-1, -2)[side]), axis=-1)
+        visible, full = map(jnp.asarray, judge_all(operands, spec, geometry, sizes, blocks, only))
+        ranges = jnp.stack(hull(visible, full, axis=(-1, -2)[side]), axis=-1)
         # Positions that nothing is masked by have left no leading dims.
         return jnp.expand_dims(ranges, tuple(range(count + 2 - ranges.ndim)))
 
