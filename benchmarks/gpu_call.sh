@@ -2,14 +2,14 @@
 # What one visit to a GPU runs: the parts named, one after another, each with a log; a table of what happened comes last.
 #
 #     sh benchmarks/gpu_call.sh smoke grid            parts: smoke grid options features extremes speed costs
-#                                                   tangent sweep train; on two GPUs: context scaling devices
+#                                                   tangent sweep train tune; on two GPUs: context scaling devices
 #
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
 # number of cores less two where that is smaller). PYTHON is the interpreter (default: python3). Exits with 1 if a part failed.
 set -u
 for name in "$@"; do
     case $name in
-    smoke | grid | options | features | extremes | speed | costs | tangent | sweep | train | context | scaling | devices) ;;
+    smoke | grid | options | features | extremes | speed | costs | tangent | sweep | train | tune | context | scaling | devices) ;;
     *)
         echo "gpu_call.sh: there is no part '$name'" >&2
         exit 2
@@ -73,6 +73,7 @@ for name in "$@"; do
     costs) part costs 300 "$python -m benchmarks.features --json '$out/features.json'" ;;
     tangent) part tangent 300 "$python -m benchmarks.tangent --json '$out/tangent.json'" ;;
     sweep) part sweep 420 "$python -m benchmarks.sweep --seconds ${SWEEP_SECONDS:-330} --json '$out/sweep.json'" ;;
+    tune) part tune 470 "$pytest tests/gpu/test_tune.py" ;;
     train) part train 470 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
     esac
 done

@@ -174,7 +174,7 @@ def _line(name: str, found: Found) -> str:
 def _warn_of_differing(name: str, found: Found) -> None:
     for tile, reason in found.differing.items():
         warnings.warn(
-            f"flash_jax.tune: the {name} pass with the tile {name_of(tile)} gives other results, and is not used. "
-            f"{reason[0].upper()}{reason[1:]}. This is a fault of a kernel or of its compiler; please report it.",
+            f"flash_jax.tune: the {name} pass with the tile {name_of(tile)} gives other results, and is not used "
+            f"({reason}). This is a fault of a kernel or of its compiler; please report it.",
             stacklevel=3,
         )
