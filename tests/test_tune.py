@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -68,16 +69,15 @@ def few(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A dict of what the clock is to show for each tile, 1 ms where nothing is said, and a list of what it timed."""
-    shown, timed = {}, []
+    """Has `.shown`, what the clock is to show for each tile, 1 ms where nothing is said; `.timed`, what it timed."""
+    said = SimpleNamespace(shown={}, timed=[])
 
     def measure(calls, *_, **__):
-        timed.append(set(calls))
-        return {x: Timing.of([shown.get(x, 1.0)]) for x in calls}
+        said.timed.append(set(calls))
+        return {x: Timing.of([said.shown.get(x, 1.0)]) for x in calls}
 
     monkeypatch.setattr(timing, "measure", measure)
-    measure.shown, measure.timed = shown, timed
-    return measure
+    return said
 
 
 def run(options=None, kept=None, case=CASE, **how):

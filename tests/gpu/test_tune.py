@@ -1,4 +1,7 @@
-"""`tune` on a GPU: what it finds is right, kept, and not slower than the table; a tile that errs is a warning, so fails."""
+"""`tune` on a GPU: what it finds is right, kept, and not slower than the table.
+
+A tile that gives other results is a warning, and so fails the test.
+"""
 
 import functools
 import time
