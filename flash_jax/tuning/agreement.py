@@ -10,7 +10,7 @@ from flash_jax.arguments import Call
 from flash_jax.tuning.passes import Arrays
 
 # The largest difference, relative to the largest result, by the dtype that a result or its operands are rounded to:
-# four times its eps. Products of float32 lose by their own rounding, which grows with the scores.
+# four times its eps; of float32 more, as it is what sums and exponentials are computed in.
 _RELATIVE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-16}
 _RELATIVE_TF32 = 2.0**-8
 
@@ -21,9 +21,10 @@ _CANCELLED = 2.0**-21
 def disagreement(call: Call, given: Arrays, found: dict[str, jax.Array], own: dict[str, jax.Array]) -> str | None:
     """What of `found` differs from `own`, two results of one pass, by more than rounding; None where nothing does."""
     sizes = _summands(call, given, own)
+    scores = sizes["lse"] + float(_compared(given.lse, given.lse)[2])
     for name, x in found.items():
         spoiled, error, largest = (float(n) for n in _compared(x, own[name]))
-        bound = _relative(name, x, call) * largest + _CANCELLED * sizes.get(name, 0.0)
+        bound = _relative(name, x, call, scores) * largest + _CANCELLED * sizes.get(name, 0.0)
         if spoiled:
             return f"{name}: {spoiled:.0f} entries are NaN or infinite, or are not, unlike those of the table's tile"
         if not error <= bound:
@@ -31,12 +32,14 @@ def disagreement(call: Call, given: Arrays, found: dict[str, jax.Array], own: di
     return None
 
 
-def _relative(name: str, x: jax.Array, call: Call) -> float:
+def _relative(name: str, x: jax.Array, call: Call, scores: float) -> float:
+    """The largest difference of a result relative to its largest entry, where scores are of that size."""
+    if call.q.dtype == jnp.float32 and call.spec.precision == "tf32":
+        return _RELATIVE_TF32
     if name == "lse":  # of exact products, or of float32 ones, in whatever dtype the output is
         return _RELATIVE["float32"]
-    if call.q.dtype == jnp.float32:
-        return _RELATIVE_TF32 if call.spec.precision == "tf32" else _RELATIVE["float32"]
-    return max(_RELATIVE[dtype] for dtype in (call.q.dtype.name, x.dtype.name))
+    exponentials = _RELATIVE["float32"] * max(1.0, scores / 8)  # the error of a score is relative in exp(score)
+    return max(exponentials, *(_RELATIVE[dtype] for dtype in (call.q.dtype.name, x.dtype.name)))
 
 
 @jax.jit

@@ -89,7 +89,7 @@ def tune(  # noqa: PLR0913
     """
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
     checks.own_arguments(passes, seconds, cache)
-    shown = Progress(validate.flag("progress", progress))
+    shown, seconds = Progress(validate.flag("progress", progress)), float(seconds)
     call = checks.call(given, return_lse)
     gpu = checks.gpu(call, query)
     store, keys = Cache(_folder(cache)), {name: key_of(name, call, gpu) for name in passes}
@@ -115,7 +115,7 @@ def tune(  # noqa: PLR0913
 def _folder(cache: str | os.PathLike | None) -> Path | None:
     """The folder that `cache` names."""
     if cache != "auto":
-        return None if cache is None else Path(cache)
+        return None if cache is None else Path(cache).expanduser()
     try:
         return default_folder()
     except RuntimeError as error:  # there is no home
