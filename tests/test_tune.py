@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -233,6 +234,21 @@ def test_without_time_the_table_stays(h200, few, clock, tmp_path):
     assert run(seconds=1e-3, kept=tmp_path) == BlockSizes(dq=TABLE, dkv=TABLE, tangent=TABLE)
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["complete"] is False
+
+
+def test_a_tile_that_compiles_for_long_is_not_waited_for(h200, few, clock, monkeypatch):
+    clock.shown |= {SMALL: 0.1}
+    released = threading.Event()
+    changed(monkeypatch, SMALL, lambda results: results if released.wait(60) else None)
+    start = time.perf_counter()
+    try:
+        assert run(seconds=6) in (
+            BlockSizes(dq=TABLE, dkv=TABLE, tangent=TABLE),
+            candidates.block_sizes({"forward": WIDE}),
+        )
+        assert time.perf_counter() - start < 40
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA A100", "NVIDIA L4"])

@@ -12,7 +12,8 @@ _BLOCKS = (16, 32, 64, 128)
 _WARPS = (4, 8)
 _STAGES = (1, 2, 3, 4)
 _FAR = 4.0  # by `distance`: further from the table's tile, none is tried
-_REGISTERS = 255  # that a thread may have; of a multiprocessor's 65536, 32 times as many for each warp
+_REGISTERS = 255  # that a thread may have
+_PARTS = {2: 1, 4: 3}  # registers for each accumulator by bytes of an operand: products of float32 take them in parts
 
 
 def candidates(name: str, call: Call, own: Tile, limit: int) -> list[Tile]:
@@ -29,7 +30,7 @@ def candidates(name: str, call: Call, own: Tile, limit: int) -> list[Tile]:
         for tile in found
         if tile != own
         and distance(tile, own) <= _FAR
-        and registers(name, tile, widths) < _REGISTERS
+        and registers(name, tile, widths) * _PARTS[call.q.dtype.itemsize] < _REGISTERS
         and shared_bytes(name, call, tile) <= limit
     ]
     return sorted(near, key=lambda tile: distance(tile, own))

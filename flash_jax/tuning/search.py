@@ -145,14 +145,19 @@ def search(call: Call, tiles: dict[str, tuple[Tile, list[Tile]]], seconds: float
         pool = ThreadPoolExecutor(max(1, min(_THREADS, (os.cpu_count() or 2) - 1)))
         shown.start(sum(len(race.others) for race in races), seconds)
         try:
-            _screen(races, pool, start + seconds - reserve, shown)
+            unfinished = _screen(races, pool, start + seconds - reserve, shown)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # nothing else runs while the last are timed
-    return {race.name: race.finish(start + seconds) for race in races}
+            pool.shutdown(wait=False, cancel_futures=True)
+        # Best if nothing else runs while the last are timed; but a tile that spills may take minutes to compile.
+        wait([built for built in unfinished if not built.cancelled()], timeout=1 + reserve)
+    return {race.name: race.finish(time.perf_counter() + reserve / len(races)) for race in races}
 
 
-def _screen(races: list[Race], pool: ThreadPoolExecutor, deadline: float, shown: Progress) -> None:
-    """Tries the candidates as they are compiled, the likeliest of each pass first, until the deadline."""
+def _screen(races: list[Race], pool: ThreadPoolExecutor, deadline: float, shown: Progress) -> list[Future]:
+    """Tries the candidates as they are compiled, the likeliest of each pass first, until the deadline.
+
+    Gives the builds that are left.
+    """
     own = [(race, pool.submit(race.build, race.own)) for race in races]
     left: dict[Future, tuple[Race, Tile]] = {}
     for rank in range(max(len(race.others) for race in races)):
@@ -169,3 +174,4 @@ def _screen(races: list[Race], pool: ThreadPoolExecutor, deadline: float, shown:
             shown.step()
             if time.perf_counter() > deadline:
                 break
+    return list(left)
