@@ -2,7 +2,7 @@
 # What one visit to a GPU runs: the parts named, one after another, each with a log; a table of what happened comes last.
 #
 #     sh benchmarks/gpu_call.sh smoke grid            tests: smoke grid options features extremes
-#                                                   speed: speed paper suites step costs tangent sweep train
+#                                                   speed: speed paper suites step costs tangent sweep train tune
 #                                                   on two GPUs: context scaling devices
 #
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
@@ -10,7 +10,7 @@
 set -u
 for name in "$@"; do
     case $name in
-    smoke | grid | options | features | extremes | speed | paper | suites | step | costs | tangent | sweep | train | context | scaling | devices) ;;
+    smoke | grid | options | features | extremes | speed | paper | suites | step | costs | tangent | sweep | train | tune | context | scaling | devices) ;;
     *)
         echo "gpu_call.sh: there is no part '$name'" >&2
         exit 2
@@ -81,6 +81,7 @@ for name in "$@"; do
     costs) part costs 300 "$python -m benchmarks.features --json '$out/features.json'" ;;
     tangent) part tangent 300 "$python -m benchmarks.tangent --json '$out/tangent.json'" ;;
     sweep) part sweep 420 "$python -m benchmarks.sweep --seconds ${SWEEP_SECONDS:-330} --json '$out/sweep.json'" ;;
+    tune) part tune 470 "$pytest tests/gpu/test_tune.py" ;;
     train) part train 470 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
     esac
 done

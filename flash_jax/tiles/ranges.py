@@ -72,7 +72,7 @@ def bounds(tile: Int, block: int, fields, positions: bool, segments: bool) -> Bo
     return Bounds(index, index + block, low, high, *(fields if segments else (None, None, None)))
 
 
-def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: AttentionSpec):
+def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: AttentionSpec) -> tuple[Any, Any]:
     """(visible, full), bools: whether any query of `q` may attend a key of `kv`, and whether each attends all.
 
     `q_positions` is whether the queries' positions are an array, to which the offset does not apply.
