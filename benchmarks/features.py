@@ -20,6 +20,7 @@ import numpy as np
 
 import flash_jax
 from benchmarks import timing, workloads
+from benchmarks.cases import packed
 
 TILE = 128
 LIMITS = {"bias": 1.5, "bias and its gradient": 1.5, "dropout": 1.4, "softcap": 1.25}
@@ -44,12 +45,6 @@ def options(B: int, T: int) -> dict[str, tuple[dict, dict]]:
         "sinks": ({}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}),
         "scale (array)": ({}, {"scale": jnp.asarray(HEAD_DIM**-0.5)}),
     }
-
-
-def packed(T: int, documents: int = 12) -> np.ndarray:
-    """Segment ids [1, T] of documents of unequal lengths."""
-    ends = np.cumsum(np.random.default_rng(0).dirichlet(np.full(documents, 4.0)))[:-1] * T
-    return np.searchsorted(ends.astype(int), np.arange(T), side="right")[None].astype(np.int32)
 
 
 def skipping(shrink: int) -> dict[str, tuple[int, dict]]:

@@ -1,15 +1,16 @@
 #!/bin/sh
 # What one visit to a GPU runs: the parts named, one after another, each with a log; a table of what happened comes last.
 #
-#     sh benchmarks/gpu_call.sh smoke grid            parts: smoke grid options features extremes speed costs
-#                                                   tangent sweep train; on two GPUs: context scaling devices
+#     sh benchmarks/gpu_call.sh smoke grid            tests: smoke grid options features extremes
+#                                                   speed: speed paper suites step costs tangent sweep train tune
+#                                                   on two GPUs: context scaling devices
 #
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
 # number of cores less two where that is smaller). PYTHON is the interpreter (default: python3). Exits with 1 if a part failed.
 set -u
 for name in "$@"; do
     case $name in
-    smoke | grid | options | features | extremes | speed | costs | tangent | sweep | train | context | scaling | devices) ;;
+    smoke | grid | options | features | extremes | speed | paper | suites | step | costs | tangent | sweep | train | tune | context | scaling | devices) ;;
     *)
         echo "gpu_call.sh: there is no part '$name'" >&2
         exit 2
@@ -69,10 +70,18 @@ for name in "$@"; do
     context) part context 300 "XLA_FLAGS='$quick' $pytest tests/gpu/test_context.py" ;;
     scaling) part scaling 300 "$python -m benchmarks.scaling --json '$out/scaling.json'" ;;
     devices) part devices 400 "$python -m benchmarks.train_devices --json '$out/devices.json'" ;;
-    speed) part speed 300 "$python -m benchmarks.speed --json '$out/speed.json'" ;;
+    speed) part speed 400 "$python -m benchmarks.speed --suite headline --seconds 390 --json '$out/speed.json'" ;;
+    paper) part paper 470 "$python -m benchmarks.speed --suite grid --seconds 455 --json '$out/paper.json'" ;;
+    suites) # decoding takes less time than the host needs to ask for it, so that GPU time alone says anything
+        part suites 470 "$python -m benchmarks.speed --suite d256 gqa mla window packed bias f32 long \
+            --seconds 370 --json '$out/suites.json'; others=\$?
+            $python -m benchmarks.speed --suite decode --timer cupti --seconds 80 --json '$out/decode.json' && exit \$others"
+        ;;
+    step) part step 470 "$python -m benchmarks.train_step --seconds 400 --json '$out/step.json'" ;;
     costs) part costs 300 "$python -m benchmarks.features --json '$out/features.json'" ;;
     tangent) part tangent 300 "$python -m benchmarks.tangent --json '$out/tangent.json'" ;;
     sweep) part sweep 420 "$python -m benchmarks.sweep --seconds ${SWEEP_SECONDS:-330} --json '$out/sweep.json'" ;;
+    tune) part tune 470 "$pytest tests/gpu/test_tune.py" ;;
     train) part train 470 "$python -m benchmarks.train_curves --json '$out/train.json'" ;;
     esac
 done

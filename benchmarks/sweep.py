@@ -24,12 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import features, timing, workloads
+from benchmarks import timing, workloads
+from benchmarks.cases import packed
 from benchmarks.workloads import Shape
 from flash_jax import BlockSizes, triton
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.tiles import dropout
 from flash_jax.triton import tiling
+from flash_jax.triton.tiling import Tile
+from flash_jax.tuning.candidates import distance, name_of, registers
 
 FINALISTS = 5
 OPTIONS = ("none", "softcap", "dropout", "bias", "row bias", "mask", "alibi", "scale", "segments")
@@ -61,15 +64,16 @@ class Group(NamedTuple):
 class Screened(NamedTuple):
     """Milliseconds of each candidate of a group, and why others failed."""
 
-    ms: dict[BlockSizes, float]
+    ms: dict[Tile, float]
     failed: dict[str, str]
 
 
-def function(group: Group, sizes: BlockSizes | None, interpret: bool):
+def function(group: Group, tile: Tile | None, interpret: bool):
     """The pass alone: f(q, k, v, operands) -> (out, lse), or f(q, k, v, operands, out, lse, dout) -> gradients.
 
     The tangent pass is given dout, the value and the key in the place of tangents of query, key and value.
     """
+    sizes = None if tile is None else BlockSizes(**dataclasses.asdict(tile))
     spec = spec_of(group, sizes, interpret)
     triton.check_block_sizes(spec)
     if group.kind == "forward":
@@ -113,7 +117,7 @@ def operands_of(group: Group) -> Operands:
         "mask": lambda: Operands(mask=jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, T, T))),
         "alibi": lambda: Operands(alibi_slopes=jnp.linspace(0.1, 0.5, H)[None]),
         "scale": lambda: Operands(scale=jnp.full((1,), group.shape.D**-0.5)),
-        "segments": lambda: _segments(features.packed(T)),
+        "segments": lambda: _segments(packed(T)),
     }
     return make.get(group.option, Operands)()
 
@@ -140,16 +144,10 @@ def arrays(group: Group, interpret: bool) -> tuple:
     return q, k, v, operands, out, lse, dout
 
 
-def name_of(sizes: BlockSizes) -> str:
-    """128x64w8s3."""
-    return f"{sizes.block_q}x{sizes.block_kv}w{sizes.num_warps}s{sizes.num_stages}"
-
-
-def table_tile(group: Group) -> BlockSizes:
+def table_tile(group: Group) -> Tile:
     """What the package's own table gives."""
     q, k, v, operands = structs(group)[:4]
-    tile = tiling.tile_for(group.kind, spec_of(group), q, k, v, operands)
-    return BlockSizes(**dataclasses.asdict(tile))
+    return tiling.tile_for(group.kind, spec_of(group), q, k, v, operands)
 
 
 def _row_of(group: Group) -> str:
@@ -157,68 +155,43 @@ def _row_of(group: Group) -> str:
     return "dq" if group.kind == "dbias" else group.kind
 
 
-def parsed(name: str) -> BlockSizes:
+def parsed(name: str) -> Tile:
     """The tile written 128x64w8s3."""
-    q, kv, warps, stages = map(int, re.split("[xws]", name))
-    return BlockSizes(q, kv, warps, stages)
+    return Tile(*map(int, re.split("[xws]", name)))
 
 
-def candidates(group: Group, options: argparse.Namespace) -> list[BlockSizes]:
+def candidates(group: Group, options: argparse.Namespace) -> list[Tile]:
     """All combinations that fit the shared memory and are not hopeless, likeliest first, the table's own before all."""
     own = table_tile(group)
     if options.short:
         return [own, *(x for x in map(parsed, _SHORT[group.kind].split()) if x != own)]
-    found = []
-    for q, kv, warps, stages in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
-        sizes = BlockSizes(q, kv, warps, stages)
-        shared = tiling.shared_bytes(
-            _row_of(group), tiling.Tile(q, kv, warps, stages), (group.shape.D, group.shape.D), 2
-        )
-        if shared <= options.shared_kib * 1024 and registers(group, sizes) <= options.registers:
-            found.append(sizes)
+    found, widths = [], (group.shape.D, group.shape.D)
+    for numbers in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
+        tile = Tile(*numbers)
+        shared = tiling.shared_bytes(_row_of(group), tile, widths, 2)
+        if shared <= options.shared_kib * 1024 and registers(group.kind, tile, widths) <= options.registers:
+            found.append(tile)
     found.sort(key=lambda x: distance(x, own))
     return [own, *(x for x in found if x != own)]
 
 
-def registers(group: Group, sizes: BlockSizes) -> float:
-    """Accumulators a thread holds, in 32-bit registers: what decides whether a kernel spills."""
-    q, kv, D = sizes.block_q or 0, sizes.block_kv or 0, group.shape.D
-    held = {
-        "forward": q * D + q * kv,
-        "dq": q * D + 2 * q * kv,
-        "dkv": 2 * kv * D + 2 * q * kv,
-        "tangent": q * D + 2 * q * kv,
-        "dbias": 3 * q * kv,
-    }[group.kind]
-    return held / (32 * (sizes.num_warps or 1))
-
-
-def distance(x: BlockSizes, y: BlockSizes) -> float:
-    """How far two tiles are apart, in halvings and doublings; a stage counts half."""
-    steps = [abs((getattr(x, n) or 1).bit_length() - (getattr(y, n) or 1).bit_length()) for n in _POWERS]
-    return sum(steps) + 0.5 * abs((x.num_stages or 1) - (y.num_stages or 1))
-
-
-_POWERS = ("block_q", "block_kv", "num_warps")
-
-
 def submit_all(
     pool: ThreadPoolExecutor, groups: list[Group], options: argparse.Namespace, interpret: bool
-) -> dict[Group, dict[BlockSizes, Future]]:
+) -> dict[Group, dict[Tile, Future]]:
     """Futures of compiled candidates: the first of each group, then the second of each, ..."""
     lists = {group: candidates(group, options)[: options.most] for group in groups}
-    futures: dict[Group, dict[BlockSizes, Future]] = {group: {} for group in groups}
+    futures: dict[Group, dict[Tile, Future]] = {group: {} for group in groups}
     for rank in range(max(map(len, lists.values()))):
         for group in groups:
             if rank < len(lists[group]):
-                sizes = lists[group][rank]
-                build = functools.partial(_build, group, sizes, interpret)
-                futures[group][sizes] = pool.submit(build)
+                tile = lists[group][rank]
+                build = functools.partial(_build, group, tile, interpret)
+                futures[group][tile] = pool.submit(build)
     return futures
 
 
-def _build(group: Group, sizes: BlockSizes, interpret: bool):
-    return jax.jit(function(group, sizes, interpret)).lower(*structs(group)).compile()
+def _build(group: Group, tile: Tile, interpret: bool):
+    return jax.jit(function(group, tile, interpret)).lower(*structs(group)).compile()
 
 
 def call_of(group: Group, compiled: Any, interpret: bool):
@@ -227,33 +200,31 @@ def call_of(group: Group, compiled: Any, interpret: bool):
     return functools.partial(compiled, *values[: len(structs(group))])
 
 
-def screen(futures: dict[Group, dict[BlockSizes, Future]], deadline: float, interpret: bool) -> dict[Group, Screened]:
+def screen(futures: dict[Group, dict[Tile, Future]], deadline: float, interpret: bool) -> dict[Group, Screened]:
     """Times each candidate by few samples as soon as it is compiled, until the deadline."""
     found = {group: Screened({}, {}) for group in futures}
-    left = [(group, sizes) for group in futures for sizes in futures[group]]
+    left = [(group, tile) for group in futures for tile in futures[group]]
     while left and time.perf_counter() < deadline:
         ready = [key for key in left if futures[key[0]][key[1]].done()]
         if not ready:
             time.sleep(0.02)
-        for group, sizes in ready:
-            left.remove((group, sizes))
+        for group, tile in ready:
+            left.remove((group, tile))
             try:
-                call = call_of(group, futures[group][sizes].result(), interpret)
+                call = call_of(group, futures[group][tile].result(), interpret)
                 t = timing.measure({0: call}, samples=3, sample_ms=10)[0]
             except Exception as error:  # noqa: BLE001  (a tile that does not compile is passed over)
                 t = timing.first_line(error)
             if isinstance(t, str):
-                found[group].failed[name_of(sizes)] = t
+                found[group].failed[name_of(tile)] = t
             else:
-                found[group].ms[sizes] = t.low
+                found[group].ms[tile] = t.low
             if time.perf_counter() > deadline:
                 break
     return found
 
 
-def final(
-    group: Group, times: dict[BlockSizes, float], futures: dict[BlockSizes, Future], interpret: bool
-) -> dict[str, float]:
+def final(group: Group, times: dict[Tile, float], futures: dict[Tile, Future], interpret: bool) -> dict[str, float]:
     """Milliseconds of the fastest candidates and of the table's tile, interleaved."""
     fastest = sorted(times, key=times.__getitem__)[:FINALISTS]
     own = table_tile(group)

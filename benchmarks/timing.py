@@ -1,25 +1,16 @@
-"""Compiling ahead in threads, and timing compiled functions side by side on the host's clock."""
+"""Compiling ahead in threads, and timing compiled functions side by side: on the host's clock, or by CUPTI."""
 
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from flash_jax.tuning import timing
+from flash_jax.tuning.timing import Timing, first_line
 
-class Timing(NamedTuple):
-    """Milliseconds of one call: the median of the samples, and the smallest and the largest."""
-
-    median: float
-    low: float
-    high: float
-
-    @property
-    def spread(self) -> float:
-        """(largest - smallest) / median."""
-        return (self.high - self.low) / self.median
+__all__ = ["Timing", "compile_ahead", "first_line", "measure", "why_no_cupti"]
 
 
 def compile_ahead(
@@ -33,42 +24,33 @@ def compile_ahead(
     return {key: pool.submit(build, key) for key in functions}
 
 
-def measure(calls: dict[Any, Callable[[], Any]], samples: int = 7, sample_ms: float = 40.0) -> dict[Any, Timing | str]:
-    """Times each call, interleaved: in each round every call has its turn, so that all see the same clocks and heat.
+def measure(
+    calls: dict[Any, Callable[[], Any]], samples: int = 7, sample_ms: float = 40.0, timer: str = "host"
+) -> dict[Any, Timing | str]:
+    """Times each call, interleaved, as `tune` does (see `flash_jax.tuning.timing.measure`).
 
-    A sample is as many back-to-back calls as fill `sample_ms`, then one wait. A call that fails gets the error's first
-    line in the place of its timing, and the others go on.
+    With the timer "cupti" calls are `functools.partial`s of compiled functions, and a sample is the time that their
+    kernels ran on the GPU.
     """
-    repeats, found, results = {}, {}, {}
-    for key, call in calls.items():
-        try:
-            repeats[key] = max(1, min(2000, round(sample_ms / max(_first_estimate(call), 1e-3))))
-            found[key] = []
-        except Exception as error:  # noqa: BLE001  (whatever a contender raises is its result)
-            results[key] = first_line(error)
-    for _ in range(samples):
-        for key in found:
-            found[key].append(_sample(calls[key], repeats[key]))
-    results |= {key: Timing(statistics.median(x), min(x), max(x)) for key, x in found.items()}
-    return results
+    return timing.measure(calls, samples, sample_ms, sampler=_TIMERS[timer])
 
 
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160] if text else ''}"
+def why_no_cupti() -> str | None:
+    """Why there is no timing by CUPTI here, or None."""
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((128,), "float32")).compile()
+    t = measure({0: functools.partial(compiled, jax.numpy.zeros(128))}, 1, 0.0, "cupti")[0]
+    return t if isinstance(t, str) else None
 
 
-def _first_estimate(call) -> float:
-    """Milliseconds of a call after two that warm up."""
-    _sample(call, 2)
-    return _sample(call, 2)
+def _by_cupti(call, repeats: int) -> float:
+    """JAX has no public way to this; where it is, calls it, and fails with the reason where it is not."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    n = min(repeats, 10)
+    _, ms = profiler.measure(call.func, iterations=n)(*call.args)
+    if ms is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    return sum(ms) / n if isinstance(ms, list) else ms
 
 
-def _sample(call, repeats: int) -> float:
-    start = time.perf_counter()
-    result = None
-    for _ in range(repeats):
-        result = call()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / repeats * 1e3
+_TIMERS = {"host": timing.on_host, "cupti": _by_cupti}

@@ -6,6 +6,7 @@ from flash_jax.dropout import dropout_mask
 from flash_jax.inspect import explain, visualize_mask
 from flash_jax.jax_nn import dot_product_attention
 from flash_jax.spec import BlockMask, BlockSizes, interpret_mode
+from flash_jax.tuning import tune
 from flash_jax.varlen import flash_attention_varlen, segment_ids_from_lengths
 from flash_jax.zigzag import unzigzag, zigzag
 
@@ -23,6 +24,7 @@ __all__ = [
     "flash_attention_varlen",
     "interpret_mode",
     "segment_ids_from_lengths",
+    "tune",
     "unzigzag",
     "visualize_mask",
     "zigzag",

@@ -22,6 +22,11 @@ if jax.__version_info__ < MINIMUM_JAX:
     )
 
 
+def jax_version() -> str:
+    """Such as "0.11.2"."""
+    return jax.__version__
+
+
 @contextlib.contextmanager
 def quiet_triton_lowering() -> Iterator[None]:
     """Silences the deprecation warning that JAX 0.11 and later give each time that a Pallas-Triton kernel is lowered.

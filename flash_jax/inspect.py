@@ -65,7 +65,7 @@ def explain(
       'the Mosaic GPU kernels are not part of this version'
     """
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
-    call, unknown = _normalised("explain", return_lse, given)
+    call, unknown = normalised("explain", return_lse, given)
     q, k, v, operands, spec = call
     with jax.ensure_compile_time_eval():
         default = jnp.zeros(())
@@ -140,7 +140,7 @@ def visualize_mask(  # noqa: PLR0913
       ######//
     """
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
-    call, unknown = _normalised("visualize_mask", return_lse, given)
+    call, unknown = normalised("visualize_mask", return_lse, given)
     q, k, _, operands, spec = call
     lead, lengths = q.shape[:-3], (q.shape[-3], k.shape[-3])
     _check_index("example", example, math.prod(lead))
@@ -163,8 +163,11 @@ def visualize_mask(  # noqa: PLR0913
     return picture
 
 
-def _normalised(name: str, return_lse: bool, given: dict[str, Any]) -> tuple[Call, tuple[str, ...]]:
-    """The checked call, structs in place of what has no values, and of these the names that decide about tiles."""
+def normalised(name: str, return_lse: bool, given: dict[str, Any]) -> tuple[Call, tuple[str, ...]]:
+    """The checked call, structs in place of what has no values, and of these the names that decide about tiles.
+
+    Of query, key and value there are always structs. `name` is the function that was called, for its errors.
+    """
     validate.flag("return_lse", return_lse)
     for option in given:
         if option not in inspect.signature(arguments.normalise).parameters:

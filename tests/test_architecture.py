@@ -10,7 +10,7 @@ FILES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in
 
 # Imports run downward. A room is a file or a folder of the package; it may import itself and these.
 MAY_IMPORT = {
-    "__init__": ["attention", "varlen", "jax_nn", "dropout", "block_mask", "inspect", "spec", "zigzag"],
+    "__init__": ["attention", "varlen", "jax_nn", "dropout", "block_mask", "inspect", "tuning", "spec", "zigzag"],
     "zigzag": [],
     "varlen": ["attention", "validate", "spec"],
     "jax_nn": ["attention", "spec"],
@@ -27,6 +27,7 @@ MAY_IMPORT = {
         "spec",
         "compat",
     ],
+    "tuning": ["arguments", "validate", "select", "inspect", "triton", "tiles", "spec", "compat"],
     "explanation": ["tiles.survey", "triton.tiling"],
     "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],

@@ -1,5 +1,6 @@
 """Each entry of `flash_jax.compat`, on whatever version of JAX runs the tests."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -46,6 +47,10 @@ def test_only_the_one_warning_is_silenced():
 def test_the_gpu_that_is_lowered_for(name, capability):
     with gpu_compile.lowering_for(name):
         assert compat.gpu_description() == (name, capability)
+
+
+def test_the_version_of_jax():
+    assert tuple(map(int, re.findall(r"\d+", compat.jax_version())[:3])) == jax.__version_info__[:3]
 
 
 def test_without_a_gpu_the_capability_is_not_known():

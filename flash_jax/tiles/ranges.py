@@ -72,7 +72,7 @@ def bounds(tile: Int, block: int, fields, positions: bool, segments: bool) -> Bo
     return Bounds(index, index + block, low, high, *(fields if segments else (None, None, None)))
 
 
-def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: AttentionSpec):
+def judge(q: Bounds, kv: Bounds, q_positions: bool, geometry: Geometry, spec: AttentionSpec) -> tuple[Any, Any]:
     """(visible, full), bools: whether any query of `q` may attend a key of `kv`, and whether each attends all.
 
     `q_positions` is whether the queries' positions are an array, to which the offset does not apply.
@@ -132,8 +132,8 @@ def tile_ranges(
 
     def found(numbers):
         only = None if numbers is None else (side, numbers)
-        judged = judge_all(operands, spec, geometry, sizes, blocks, only)
-        ranges = jnp.stack(hull(*judged, axis=(-1, -2)[side]), axis=-1)
+        visible, full = map(jnp.asarray, judge_all(operands, spec, geometry, sizes, blocks, only))
+        ranges = jnp.stack(hull(visible, full, axis=(-1, -2)[side]), axis=-1)
         # Positions that nothing is masked by have left no leading dims.
         return jnp.expand_dims(ranges, tuple(range(count + 2 - ranges.ndim)))
 

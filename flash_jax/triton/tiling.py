@@ -128,7 +128,7 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
         tile = dataclasses.replace(tile, block_kv=min(tile.block_kv, padded(k.shape[-3])))
     if spec.interpret:
         return tile
-    limit = _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
+    limit = shared_limit(capability)
     size = sizer(name, spec, q, k, v, operands)
     needed = size(tile)
     inherited = name == "tangent" and spec.block_sizes is not None and spec.block_sizes.tangent is None
@@ -140,6 +140,11 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
             f"num_stages={smaller.num_stages}."
         )
     return _shrink(tile, size, limit)
+
+
+def shared_limit(capability: str | None) -> int:
+    """Bytes of shared memory that one program may use, by compute capability, None where that is unknown."""
+    return _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
 
 
 def sizer(
