@@ -104,6 +104,7 @@ def test_the_fastest_wins_in_each_pass(h200, few, clock):
     assert numbers(run()) == WIDE
 
 
+@pytest.mark.thorough
 def test_all_are_timed_beside_the_tables_own_in_the_end(h200, few, clock):
     run()
     assert clock.timed[-1] == {OWN, SMALL, WIDE}
@@ -178,6 +179,7 @@ def test_another_result_is_dropped_and_reported(h200, few, clock, monkeypatch, w
     assert numbers(sizes) == WIDE and len(warned) == 1
 
 
+@pytest.mark.thorough
 def test_another_gradient_is_dropped(h200, few, clock, monkeypatch):
     clock.shown |= {SMALL: 0.1}
     changed(monkeypatch, SMALL, lambda r: {**r, "key": r["key"] * 1.1})
@@ -200,6 +202,7 @@ def test_what_fails_is_counted(h200, few, clock, monkeypatch, capsys):
     assert "forward: 32x16w8s1, 0.8 ms, the table's 64x64w4s3 1 ms (2 others tried, 1 failed, 0 with other" in said
 
 
+@pytest.mark.thorough
 def test_what_fails_on_the_device_is_passed_over(h200, few, clock, monkeypatch):
     def stop(_):
         raise RuntimeError("an error of the device")
@@ -236,6 +239,7 @@ def test_without_time_the_table_stays(h200, few, clock, tmp_path):
     assert json.loads(file.read_text())["complete"] is False
 
 
+@pytest.mark.thorough
 def test_a_tile_that_compiles_for_long_is_not_waited_for(h200, few, clock, monkeypatch):
     clock.shown |= {SMALL: 0.1}
     released = threading.Event()
@@ -352,6 +356,7 @@ def test_where_all_cancels(h200, few, clock, T, S):
     tune(*ones, passes=tiling.PASSES, seconds=300, cache=None, progress=False)
 
 
+@pytest.mark.thorough
 def test_the_sizes_change_no_result(h200, few, clock):
     clock.shown |= {SMALL: 0.5}
     sizes = run({"causal": True}, passes=("forward", "dq", "dkv"))
@@ -363,6 +368,7 @@ def test_the_sizes_change_no_result(h200, few, clock):
     check(values_and_gradients(causal=True), attend, CASE.arrays(), CASE.cotangents())
 
 
+@pytest.mark.thorough
 def test_structs_and_arrays_are_one(h200, few, clock):
     """Random data for query, key, value, bias and mask; numbers of slots are given."""
     clock.shown |= {WIDE: 0.5}
@@ -441,6 +447,7 @@ def test_what_was_found_is_found_again(h200, few, clock, monkeypatch, tmp_path, 
     assert json.loads(file.read_text())["tile"] == [16, 32, 4, 2]
 
 
+@pytest.mark.thorough
 def test_each_pass_is_kept_by_itself(h200, few, clock, monkeypatch, tmp_path):
     searched = []
 
@@ -464,6 +471,7 @@ def test_a_short_search_does_not_stand_for_a_long_one(tmp_path):
     assert kept.load(key(), 1000.0) == (None,)
 
 
+@pytest.mark.thorough
 def test_sizes_that_this_call_does_not_take_are_not_taken(h200, few, clock, monkeypatch, tmp_path):
     """As where a bias of 16 bits was tuned, and the folder comes from elsewhere."""
     run(kept=tmp_path)

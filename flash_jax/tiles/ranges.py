@@ -155,8 +155,9 @@ def hull(visible: jax.Array, full: jax.Array, axis: int) -> TileRange:
     tiles = jnp.expand_dims(jnp.arange(visible.shape[axis], dtype=jnp.int32), tuple(range(axis + 1, 0)))
     ends = [(jnp.where(seen, tiles, _MOST), jnp.where(seen, tiles + 1, 0)) for seen in (visible, full)]
     # One reduction, for which XLA makes one kernel.
+    most, none = jnp.asarray(_MOST, jnp.int32), jnp.zeros((), jnp.int32)
     (start, stop), (first, end), count = lax.reduce(
-        (*ends, full.astype(jnp.int32)), ((_MOST, 0), (_MOST, 0), 0), _joined, (visible.ndim + axis,)
+        (*ends, full.astype(jnp.int32)), ((most, none), (most, none), none), _joined, (visible.ndim + axis,)
     )
     together = count == end - first
     return TileRange(jnp.minimum(start, stop), jnp.where(together, first, stop), jnp.where(together, end, stop), stop)
