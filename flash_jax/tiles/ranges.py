@@ -35,8 +35,13 @@ class Bounds(NamedTuple):
 
 def is_scanned(operands: Operands) -> bool:
     """Whether pairs of tiles must be judged one by one, since no closed form says which are visible."""
+    return bool(_deciding(operands))
+
+
+def _deciding(operands: Operands) -> list[jax.Array]:
+    """The arrays for whose sake there is no closed form."""
     arrays = (operands.q_positions, operands.kv_positions, operands.q_segment_ids, operands.kv_segment_ids)
-    return any(x is not None for x in arrays)
+    return [x for x in arrays if x is not None]
 
 
 def summary(positions: jax.Array | None, segments: jax.Array | None, block: int) -> jax.Array | None:
@@ -126,9 +131,7 @@ def tile_ranges(
 
     Arguments as in `judge_all`. Of many tiles, so many are judged at a time that memory stays linear in their number.
     """
-
-    arrays = (operands.q_positions, operands.kv_positions, operands.q_segment_ids, operands.kv_segment_ids)
-    count = max((x.ndim - 1 for x in arrays if x is not None), default=0)
+    count = max(x.ndim - 1 for x in _deciding(operands))
 
     def found(numbers):
         only = None if numbers is None else (side, numbers)

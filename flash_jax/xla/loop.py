@@ -94,7 +94,7 @@ class Plan:
     def alive_rows(self) -> jax.Array:
         """bool [..., 1, 1, T padded]: rows before the query length."""
         rows = jnp.arange(round_up(self.lengths[0], self.blocks[0]), dtype=jnp.int32)
-        return rows < self.geometry.map(lambda x: _lift(x, 3)).q_length
+        return rows < self.geometry.beside(3).q_length
 
     def view(self, tile: Tile) -> "View":
         """What the tile sees."""
@@ -213,7 +213,7 @@ class View(NamedTuple):
         cols = _slots(plan, tile.col, plan.blocks[1], o.kv_positions, o.kv_segment_ids)
         rows = rows.laid(lambda x: x[..., None, None, :, None])
         cols = cols.laid(lambda x: x[..., None, None, None, :])
-        geometry = plan.geometry.map(lambda x: _lift(x, 4))
+        geometry = plan.geometry.beside(4)
         starts = tile.row, tile.col
         bias = None if o.bias is None else dense_tile(plan.by_head(o.bias, 2), starts, plan.blocks)
         allowed = keep_rows = keep_cols = mod = None
