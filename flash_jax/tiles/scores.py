@@ -74,6 +74,7 @@ class Arithmetic(NamedTuple):
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2
     fma: Callable[[Number, Number, Number], jax.Array] = _fma  # a * b + c; at least one of them is an array
     fms: Callable[[Number, Number, Number], jax.Array] = _fms  # a * b - c
+    shrunk: Callable[[jax.Array, jax.Array], jax.Array] = jnp.multiply  # by factors in (0, 1], mostly 1
     bent: Callable[[jax.Array, tanh.Bend], jax.Array] = tanh.bent
     tanh_slope: Callable[[jax.Array], jax.Array] = _tanh_slope
 
@@ -196,17 +197,14 @@ class Scoring:
         addend: jax.Array | None,
         mod: TileMod | None,
         allowed: jax.Array | None,
-        careful: bool = True,
     ) -> jax.Array:
         """p = exp(score - lse) where allowed and 0 elsewhere, recomputed from what the forward pass kept.
 
         Args:
           product: [..., block_q, block_kv] (or transposed), q . k without the scale.
-          lse: broadcasts against `product`; natural logarithm, but in base 2 if `quick`; +inf on dead rows
-            (`softmax.dead_to_inf`).
+          lse: broadcasts against `product`; natural logarithm, +inf on dead rows (`softmax.dead_to_inf`).
           addend, mod: see `natural`.
           allowed: bool like `product`; None where every entry is allowed.
-          careful: whether scores may be `far` from 0; matters only if `quick`.
 
         If `quick` everything is in base 2, and score and lse are brought there beforehand, which leaves a multiply-add
         for each entry and rounds it once more: that matters only for scores in the thousands. Otherwise lse is
@@ -219,18 +217,15 @@ class Scoring:
             raw, multiplier = self.raw(product, addend, mod), self.multiplier
             if self.plain:  # where raw is the product, without the sign
                 multiplier = self.scale.value * LOG2_E
-            score = self.arithmetic.fms(raw, multiplier, lse)
-        if not self.quick or (careful and not self._low):
+            score = self.arithmetic.fma(raw, multiplier, lse * -LOG2_E)
+        if not (self.quick and self._low):
             score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
 
 
-def far(lse: jax.Array) -> jax.Array:
-    """Whether scores of any row, whose log-sum-exp is in base 2, are so far from 0 that rounding makes p exceed 1 much.
-
-    Below this limit p is at most 1.2.
-    """
-    return ((jnp.abs(lse) > FAR) & (jnp.abs(lse) != jnp.inf)).astype(jnp.int32).max(initial=0) > 0
+def far(score: jax.Array) -> jax.Array:
+    """Whether any of these scores, in base 2, is so far from 0 that what rounding adds to it shows beside 1."""
+    return ((jnp.abs(score) > FAR) & (jnp.abs(score) != jnp.inf)).astype(jnp.int32).max(initial=0) > 0
 
 
 @jax.custom_jvp

@@ -12,7 +12,6 @@ from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import rows, softmax
 from flash_jax.tiles.reads import Read, dense_shape, embed, gradients, in_whole, wanted_reads
 from flash_jax.tiles.rows import by_rows, needed_sums, refine, row_gradient, shared_gradients
-from flash_jax.tiles.scores import LOG2_E
 from flash_jax.tiles.sums import sum_to
 from flash_jax.triton.dbias import bias_pass
 from flash_jax.triton.diagonals import diagonal_pass
@@ -62,8 +61,7 @@ def backward(
     # Rows that only the bias or a score_mod makes dead may hold NaN; other reasons the tiles know.
     if operands.bias is not None or spec.score_mod is not None:
         q, out_ct = (softmax.without_dead(x, dead) for x in (q, out_ct))
-    own_base = 1.0 if q.dtype == jnp.float32 else LOG2_E
-    residuals = Residuals(q, k, v, out_ct.astype(q.dtype), softmax.dead_to_inf(lse * own_base, dead), delta)
+    residuals = Residuals(q, k, v, out_ct.astype(q.dtype), softmax.dead_to_inf(lse, dead), delta)
     add_up = over_keys or (lambda f: f(k, v, operands, spec))
     if q.dtype == jnp.float32:
         sums = add_up(functools.partial(_row_sums, residuals, lead))

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import masks, scores
+from flash_jax.tiles import masks
 from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.launch import (
@@ -26,16 +26,14 @@ from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import tile_for
 
 
-def flash_attention_dkv_kernel(  # noqa: PLR0913
-    extra, refs: Residuals, far_ref, dk_ref, dv_ref, column_refs, *, spec, tile, shape
-):
+def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_refs, *, spec, tile, shape):
     """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
 
     One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
     stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
     examples). `column_refs`, by name, take sums over the rows for each query head: "bias" that of dS, the gradient of a
     bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
-    n-th read of the score_mod gives. far_ref, None for float32, says whether `scores.far` is True of any row.
+    n-th read of the score_mod gives.
     """
     reader = Reader.of(extra, spec, shape, tile, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
@@ -58,7 +56,7 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
         lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
         qk = columns.inner(k, q, spec)  # [block_kv, block_q]
-        p = probabilities(qk, lse[None, :], view, scoring, careful)
+        p = probabilities(qk, lse[None, :], view, scoring)
         dv = columns.add_product(dv, p[1], out_ct, spec)
         ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
         sums = {
@@ -92,8 +90,7 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
             return one(jnp.zeros((), jnp.int32), start)
         return lax.fori_loop(0, shape.groups, one, start)
 
-    far = None if far_ref is None else far_ref[jnp.zeros((), jnp.int32)] > 0
-    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*found[0], *found[1]), far)
+    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*found[0], *found[1]))
     dk = tuple(part * scoring.scale.value for part in dk)
     if spec.dropout_rate:
         dv = tuple(part * (1 / (1 - spec.dropout_rate)) for part in dv)
@@ -133,13 +130,11 @@ def key_value_pass(
         shape.stats(residuals.lse, None, shape.groups, whole),
         shape.stats(residuals.delta, None, shape.groups, whole),
     )
-    far = scores.far(residuals.lse).astype(jnp.int32)[None] if k.dtype.itemsize < 4 else None
-    scalar = None if far is None else pl.BlockSpec((1,), lambda *_: (0,))
     call = launch(
         functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
         (pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples),
         (
-            (specs(extra, shape, shape.groups), block, scalar),
+            (specs(extra, shape, shape.groups), block),
             (
                 shape.rows(dk, tile.block_kv, None, place),
                 shape.rows(dv, tile.block_kv, None, place),
@@ -150,6 +145,6 @@ def key_value_pass(
         tile,
         spec,
     )
-    dk_flat, dv_flat, sums = call(flattened(extra, shape), residuals.flattened(), far)
+    dk_flat, dv_flat, sums = call(flattened(extra, shape), residuals.flattened())
     sums = {name: x.reshape(column.shape) for name, x in sums.items()}
     return dk_flat.reshape(dk.shape), dv_flat.reshape(dv.shape), sums

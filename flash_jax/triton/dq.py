@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.tiles import scores
 from flash_jax.tiles.masks import Int, TileRange
 from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
@@ -52,8 +51,6 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
     out_ct = columns.load(refs.out_ct, whole, inside, shape.Dv)  # [block_q, Dv]
     lse, delta = load_stats(refs.lse, inside), load_stats(refs.delta, inside)  # [block_q]
 
-    once = before_ref is not None  # what is added to it must not be so twice
-
     def body(j, carry, masked, careful):
         dq, sums = carry
         col = j * tile.block_kv
@@ -61,7 +58,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
         here = (pl.ds(col, tile.block_kv),)
         k, v = columns.load(refs.k, here, view.keep, shape.D), columns.load(refs.v, here, view.keep, shape.Dv)
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
-        p = probabilities(qk, lse[:, None], view, scoring, careful or once)
+        p = probabilities(qk, lse[:, None], view, scoring)
         ds = score_gradient(p, columns.inner(out_ct, v, spec), delta[:, None], view, scoring, spec)
         _store_entries(ds_ref, before_ref, ds, col, inside, shape.S if masked else None)
         entries = {"scale": lambda: to_product(qk, qk, view, scoring), "alibi_slopes": lambda: -view.distance}
@@ -79,8 +76,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
         tiles = seen.all_partial() if careful else seen
         return over_tiles(tiles, functools.partial(body, careful=careful), start, whole=shape.S >= tile.block_kv)
 
-    far = scores.far(lse) if scoring.quick and not once else None
-    dq, sums = with_care(run, dq is not None and not reader.closed, lambda found: has_nan(*found[0]), far)
+    dq, sums = with_care(run, dq is not None and not reader.closed, lambda found: has_nan(*found[0]))
     alive = (lse != jnp.inf) & (rows < reader.geometry.q_length)
     if dq_ref is not None:
         scale = scoring.scale.value

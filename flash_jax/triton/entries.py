@@ -15,10 +15,7 @@ from flash_jax.triton.operands import View
 
 
 class Residuals(NamedTuple):
-    """Arrays, refs or specs: q, k, v, out_ct [..., T, H, Dv]; of each row [..., H, T]: lse, delta.
-
-    lse is +inf on dead rows, and in base 2 for 16-bit inputs (see `Scoring.probability`).
-    """
+    """Arrays, refs or specs: q, k, v, out_ct [..., T, H, Dv]; of each row [..., H, T]: lse (+inf if dead), delta."""
 
     q: Any
     k: Any
@@ -32,11 +29,9 @@ class Residuals(NamedTuple):
         return Residuals(*(flat(x, 3) for x in self[:4]), *(flat(x, 2) for x in self[4:]))
 
 
-def probabilities(
-    qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring, careful: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    """P = exp(S - L) of a tile, and what dropout keeps of it, not yet divided; see `Scoring.probability`."""
-    p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed, careful)
+def probabilities(qk: jax.Array, lse: jax.Array, view: View, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
+    """P = exp(S - L) of a tile, and what dropout keeps of it, not yet divided; `lse` broadcasts against the tile."""
+    p = scoring.probability(qk, lse, view.addend, view.mod, view.allowed)
     return p, p if view.kept is None else jnp.where(view.kept, p, 0)
 
 

@@ -56,13 +56,18 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
         if isinstance(sign, jax.Array):  # of each product: a q that was computed would not be read from shared memory
             qk *= sign
-        p, sums = _step(qk, sums, view, scoring, masked, fused and not careful)
+        p, shrink, sums = _step(qk, sums, view, scoring, masked, fused and not careful)
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
         v = columns.load(v_ref, here, view.keep, shape.Dv)
-        return sums._replace(accumulator=columns.add_product(sums.accumulator, p, v, spec))
+        accumulator = sums.accumulator
+        if shrink is not None:
+            # Not over what dropout keeps: it would stay in predicates while a thread decides, and there are but seven.
+            by = scoring.arithmetic.shrunk if fused and not careful and view.kept is None else jnp.multiply
+            accumulator = tuple(by(part, shrink[:, None]) for part in accumulator)
+        return sums._replace(accumulator=columns.add_product(accumulator, p, v, spec))
 
-    fused = scoring.quick and scoring.base is None  # float32 has the better rounding
+    fused = scoring.quick and scoring.base is None and max(shape.D, shape.Dv) <= online.WIDEST
     start = online.Sums(
         columns.zeros(tile.block_q, shape.Dv, q_ref.dtype),
         jnp.full((tile.block_q,), -jnp.inf if scoring.base is None else scoring.base, jnp.float32),
@@ -93,10 +98,10 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
 
 
 def _step(qk, sums: online.Sums, view: View, scoring: Scoring, masked: bool, fused: bool):
-    """(p, sums) of products q . k, see `online.step`; with a constant base nothing but the sum of p changes."""
+    """(p, shrink, sums) of products q . k, see `online.step`; with a constant base only the sum of p changes."""
     if scoring.base is not None:
         p = scoring.relative(qk, view.allowed)
-        return p, sums._replace(total=sums.total + p.sum(axis=1))
+        return p, None, sums._replace(total=sums.total + p.sum(axis=1))
     raw = scoring.raw(qk, view.addend, view.mod)
     if view.allowed is not None:
         raw = jnp.where(view.allowed, raw, -jnp.inf)

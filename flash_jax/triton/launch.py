@@ -166,20 +166,16 @@ def _loop(start: Int, stop: Int, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(start, stop, lambda j, carry: body(jnp.asarray(j, jnp.int32), carry), carry)
 
 
-def with_care(run: Callable, guard: bool, spoiled: Callable, far: jax.Array | None = None) -> Any:
-    """`run(careful=False)`; where its results are `spoiled`, `run(careful=True)` in its place.
+def with_care(run: Callable, guard: bool, spoiled: Callable) -> Any:
+    """`run(careful=False)`; where its results are `spoiled` by a NaN, `run(careful=True)` in its place.
 
     What no query of a tile attends must not be multiplied, as 0 * NaN is NaN. To find out which keys these are, where
     no closed form tells (a mask, segments, positions that are arrays), costs more than the products of the tile. So
     at first all are multiplied; that is the end of it unless there was a NaN, which is rare, or (`guard` is False)
-    a closed form has told. Scores in the millions, for which `far` may be True, are something as rare.
+    a closed form has told.
     """
     found = run(careful=False)
-    reasons = ([spoiled(found)] if guard else []) + ([] if far is None else [far])
-    if not reasons:
-        return found
-    # Not a choice between the two beforehand, as loops inside a branch are compiled to more instructions.
-    return lax.cond(functools.reduce(jnp.logical_or, reasons), lambda: run(careful=True), lambda: found)
+    return lax.cond(spoiled(found), lambda: run(careful=True), lambda: found) if guard else found
 
 
 def has_nan(*tiles: jax.Array) -> jax.Array:

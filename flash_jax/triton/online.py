@@ -8,19 +8,23 @@ The recurrence (tiles/softmax.py) measures the exponentials of a row from its la
 - p = exp2(raw * multiplier - base * multiplier) is a fused multiply-add and an exponential. What the last product is
   rounded by is common to p and to both sums of the row, and cancels in their quotient.
 
-With scores in the millions that rounding is no longer small beside 1, and p may overflow: see `beyond`.
+With scores in the millions that rounding is no longer small beside 1, and p may overflow: see `beyond`. Such tiles are
+computed again, by `exact_step`.
+
+Up to head dim 64 the instructions of the softmax bound the loop. Wider ones wait for tensor cores and for each other,
+and are no faster with fewer (benchmarks/NOTES.md, version 8).
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from flash_jax.tiles import softmax
 from flash_jax.tiles.scores import Scoring, far
 from flash_jax.triton.columns import Columns
 
+WIDEST = 64  # head dim
 _SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spare
 
 
@@ -32,8 +36,8 @@ class Sums(NamedTuple):
     total: jax.Array  # [block_q]
 
 
-def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, Sums]:
-    """(p, the sums with those of p added, but for the accumulator, which has shrunk as p V needs it).
+def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, jax.Array, Sums]:
+    """(p, the factor by which the accumulator is to shrink before p V comes to it, the sums with those of p).
 
     raw, masked: as in `softmax.step`.
     """
@@ -44,20 +48,15 @@ def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[ja
     scaled = (jnp.where(base == -jnp.inf, 0, base) if masked else base) * multiplier
     p = exp2(scoring.arithmetic.fms(raw, multiplier, scaled[:, None]))
     shrink = exp2(sums.base * multiplier - scaled)  # exactly 1 where the base has not moved
-
-    def shrunk(accumulator):
-        return tuple(part * shrink[:, None] for part in accumulator)
-
-    accumulator = lax.cond(shrink.min() < 1, shrunk, lambda accumulator: accumulator, sums.accumulator)
-    return p, Sums(accumulator, base, sums.total * shrink + p.sum(axis=1))
+    return p, shrink, sums._replace(base=base, total=sums.total * shrink + p.sum(axis=1))
 
 
-def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, Sums]:
+def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, jax.Array, Sums]:
     """The same by the recurrence as it is written, which any scores may have."""
     p, shrink, base, total = softmax.step(
         raw, sums.base, sums.total, scoring.multiplier, masked=masked, exp2=scoring.arithmetic.exp2
     )
-    return p, Sums(tuple(part * shrink[:, None] for part in sums.accumulator), base, total)
+    return p, shrink, sums._replace(base=base, total=total)
 
 
 def beyond(sums: Sums, scoring: Scoring) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles.rows import may_shift, row_norm
-from flash_jax.tiles.scores import LOG2_E, Scoring
+from flash_jax.tiles.scores import Scoring
 from flash_jax.triton import columns
 from flash_jax.triton.entries import probabilities
 from flash_jax.triton.forward import q_tile
@@ -210,8 +210,7 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
     lse = load_stats(refs.lse, inside)  # [block_q]
     q = _load((slice(None),), inside, refs.q, shape.D)  # [block_q, D]
     d_q = None if moving.q is None else _load((slice(None),), inside, moving.q, shape.D)
-    own_base = LOG2_E if scoring.quick else 1.0  # see `Scoring.probability`
-    block = Block(scores, refs, moving, row, q, d_q, jnp.where(lse == -jnp.inf, jnp.inf, lse * own_base))
+    block = Block(scores, refs, moving, row, q, d_q, jnp.where(lse == -jnp.inf, jnp.inf, lse))
     seen = reader.kv_range(i)
     over = functools.partial(over_tiles, whole=shape.S >= tile.block_kv)
 
