@@ -246,7 +246,7 @@ def block_mask(value: BlockMask | None, full: tuple[int, ...]) -> jax.Array | No
 
 
 def segments(segment_ids, q_segment_ids, kv_segment_ids, batch: tuple[int, ...], T: int, S: int):
-    """(ids of queries, ids of keys), both None or both given."""
+    """(ids of queries, ids of keys), both None or both given; of padding -1 and -2, so that it meets nothing."""
     if segment_ids is not None:
         if q_segment_ids is not None or kv_segment_ids is not None:
             raise ValueError("Give either `segment_ids` or the pair `q_segment_ids` and `kv_segment_ids`, not both.")
@@ -256,12 +256,17 @@ def segments(segment_ids, q_segment_ids, kv_segment_ids, batch: tuple[int, ...],
                 " Give `q_segment_ids` and `kv_segment_ids`."
             )
         ids = per_slot("segment_ids", segment_ids, batch, T)
-        return ids, ids
+        return _padding_as(-1, ids), _padding_as(-2, ids)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         missing = "q_segment_ids" if q_segment_ids is None else "kv_segment_ids"
         raise ValueError(f"`q_segment_ids` and `kv_segment_ids` must come together; got no `{missing}`.")
     q_ids = per_slot("q_segment_ids", q_segment_ids, batch, T)
-    return q_ids, per_slot("kv_segment_ids", kv_segment_ids, batch, S)
+    kv_ids = per_slot("kv_segment_ids", kv_segment_ids, batch, S)
+    return _padding_as(-1, q_ids), _padding_as(-2, kv_ids)
+
+
+def _padding_as(number: int, ids):
+    return jnp.where(ids < 0, number, ids)
 
 
 def softcap(value: float | None) -> float | None:

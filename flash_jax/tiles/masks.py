@@ -113,7 +113,7 @@ def allowed(rows: Slots, cols: Slots, geometry: Geometry, spec: AttentionSpec) -
     compared = []
     if rows.segment is not None and cols.segment is not None:
         compared.append(
-            jnp.where(row_ok, rows.segment, -1) == jnp.where(col_ok & (cols.segment >= 0), cols.segment, -2)
+            jnp.where(row_ok, rows.segment, -1) == jnp.where(col_ok, cols.segment, -2)  # negative: `validate.segments`
         )
     elif stop is not None:
         at, stop = jnp.where(col_ok, at, _FAR), jnp.where(row_ok, stop, -_FAR)
