@@ -260,6 +260,8 @@ def segments(segment_ids, q_segment_ids, kv_segment_ids, batch: tuple[int, ...],
     if (q_segment_ids is None) != (kv_segment_ids is None):
         missing = "q_segment_ids" if q_segment_ids is None else "kv_segment_ids"
         raise ValueError(f"`q_segment_ids` and `kv_segment_ids` must come together; got no `{missing}`.")
+    if q_segment_ids is None:
+        return None, None
     q_ids = per_slot("q_segment_ids", q_segment_ids, batch, T)
     kv_ids = per_slot("kv_segment_ids", kv_segment_ids, batch, S)
     return _padding_as(-1, q_ids), _padding_as(-2, kv_ids)
