@@ -77,19 +77,18 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
 
     def run(careful):
         tiles = seen.all_partial() if careful else seen
-        return over_tiles(tiles, functools.partial(body, careful=careful), start, whole=shape.S >= tile.block_kv)
+        sums = over_tiles(tiles, functools.partial(body, careful=careful), start, whole=shape.S >= tile.block_kv)
+        return sums._replace(base=sums.base * scoring.multiplier) if fused and careful else sums
 
     def spoiled(sums):
         reasons = [] if reader.closed else [has_nan(*sums.accumulator)]
-        return functools.reduce(jnp.logical_or, reasons + ([online.beyond(sums, scoring)] if fused else []))
+        return functools.reduce(jnp.logical_or, reasons + ([online.beyond(sums)] if fused else []))
 
     sums = with_care(run, fused or not reader.closed, spoiled)
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
-    base, multiplier = sums.base, scoring.multiplier if scoring.base is None else LOG2_E
-    if fused:  # rounded as p has it
-        base, multiplier = base * multiplier, 1.0
-    alive, divisor, lse = softmax.finish(base, sums.total, multiplier, alive, sink)
+    multiplier = LOG2_E if scoring.base is not None else 1.0 if fused else scoring.multiplier
+    alive, divisor, lse = softmax.finish(sums.base, sums.total, multiplier, alive, sink)
     if spec.dropout_rate:
         divisor *= 1 - spec.dropout_rate
     out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in sums.accumulator)

@@ -63,8 +63,8 @@ def _shrunk(x: jax.Array, factor: jax.Array) -> jax.Array:
 def _shrunk_assembly(count: int) -> str:
     """`count` numbers times factors in (0, 1], which are left alone if all of the factors are 1.
 
-    The bits of 1 are those of no smaller number, so the factors are all 1 if, and only if, that is their conjunction. Of
-    equal ones, as there are many where the factor is that of a row, a conjunction costs nothing.
+    No smaller number has all the bits of 1, so the factors are all 1 if, and only if, 1 is their conjunction. That of
+    equal ones costs nothing, and where a factor is that of a row there are few others.
     """
     code, level = ["{", f".reg .b32 b<{2 * count}>;", ".reg .pred same;"], []
     for n in range(count):

@@ -29,7 +29,7 @@ _SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spar
 
 
 class Sums(NamedTuple):
-    """Of the tiles so far, for each row: sum of p V, raw score that p is relative to, sum of p."""
+    """Of the tiles so far, for each row: sum of p V, the score that p is relative to, sum of p."""
 
     accumulator: Columns  # [block_q, Dv]
     base: jax.Array  # [block_q]
@@ -39,15 +39,15 @@ class Sums(NamedTuple):
 def step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tuple[jax.Array, jax.Array, Sums]:
     """(p, the factor by which the accumulator is to shrink before p V comes to it, the sums with those of p).
 
-    raw, masked: as in `softmax.step`.
+    raw, masked: as in `softmax.step`. The base of `sums` is in base 2 here, and rounded.
     """
     multiplier, exp2 = scoring.multiplier, scoring.arithmetic.exp2
-    largest = raw.max(axis=1)
-    base = jnp.where(largest > sums.base + _SLACK / multiplier, largest, sums.base)
+    largest = raw.max(axis=1) * multiplier
+    base = jnp.where(largest > sums.base + _SLACK, largest, sums.base)
     # As in `softmax.step`: a row without keys so far is measured from 0.
-    scaled = (jnp.where(base == -jnp.inf, 0, base) if masked else base) * multiplier
-    p = exp2(scoring.arithmetic.fms(raw, multiplier, scaled[:, None]))
-    shrink = exp2(sums.base * multiplier - scaled)  # exactly 1 where the base has not moved
+    start = jnp.where(base == -jnp.inf, 0, base) if masked else base
+    p = exp2(scoring.arithmetic.fms(raw, multiplier, start[:, None]))
+    shrink = exp2(sums.base - start)  # exactly 1 where the base has not moved
     return p, shrink, sums._replace(base=base, total=sums.total * shrink + p.sum(axis=1))
 
 
@@ -59,7 +59,7 @@ def exact_step(raw: jax.Array, sums: Sums, scoring: Scoring, masked: bool) -> tu
     return p, shrink, sums._replace(base=base, total=total)
 
 
-def beyond(sums: Sums, scoring: Scoring) -> jax.Array:
+def beyond(sums: Sums) -> jax.Array:
     """Whether any row has had scores that `step` is not good enough for, or a NaN."""
     broken = ~(sums.total < jnp.inf)
-    return far(sums.base * scoring.multiplier) | (broken.astype(jnp.int32).max() > 0)
+    return far(sums.base) | (broken.astype(jnp.int32).max() > 0)
