@@ -32,6 +32,9 @@ _TINY = 1e-37
 # Up to this softcap exp(-softcap), measured from the `base` of a score, is a normal float32 number: e^-80.
 _LOW_SOFTCAP = 55.0
 
+# Scores in base 2 that are further from 0 are rounded by more than 2^-4.
+FAR = 2.0**20
+
 Number: TypeAlias = float | jax.Array
 
 
@@ -57,6 +60,10 @@ def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return jnp.multiply(a, b) + c
 
 
+def _fms(a: Number, b: Number, c: Number) -> jax.Array:
+    return jnp.multiply(a, b) - c
+
+
 def _tanh_slope(t: jax.Array) -> jax.Array:
     return 1 - t * t
 
@@ -66,6 +73,8 @@ class Arithmetic(NamedTuple):
 
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2
     fma: Callable[[Number, Number, Number], jax.Array] = _fma  # a * b + c; at least one of them is an array
+    fms: Callable[[Number, Number, Number], jax.Array] = _fms  # a * b - c
+    shrunk: Callable[[jax.Array, jax.Array], jax.Array] = jnp.multiply  # by factors in (0, 1], mostly 1
     bent: Callable[[jax.Array, tanh.Bend], jax.Array] = tanh.bent
     tanh_slope: Callable[[jax.Array], jax.Array] = _tanh_slope
 
@@ -212,6 +221,11 @@ class Scoring:
         if not (self.quick and self._low):
             score = _at_most_0(score)
         return exp(score if allowed is None else jnp.where(allowed, score, -jnp.inf))
+
+
+def far(score: jax.Array) -> jax.Array:
+    """Whether any of these scores, in base 2, is so far from 0 that what rounding adds to it shows beside 1."""
+    return ((jnp.abs(score) > FAR) & (jnp.abs(score) != jnp.inf)).astype(jnp.int32).max(initial=0) > 0
 
 
 @jax.custom_jvp

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import softmax
-from flash_jax.tiles.scores import LOG2_E
-from flash_jax.triton import columns
+from flash_jax.tiles.scores import LOG2_E, Scoring
+from flash_jax.triton import columns, online
 from flash_jax.triton.launch import (
     Shape,
     flat,
@@ -22,7 +22,7 @@ from flash_jax.triton.launch import (
     store_stats,
     with_care,
 )
-from flash_jax.triton.operands import Reader, flattened, inputs, specs
+from flash_jax.triton.operands import Reader, View, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
 
@@ -48,8 +48,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     if isinstance(sign, float) and sign < 0:
         q, sign = tuple(-part for part in q), 1
 
-    def body(j, carry, masked, careful):
-        accumulator, row_max, row_sum = carry
+    def body(j, sums, masked, careful):
         col = j * tile.block_kv
         view = reader.view(row, col, masked, careful=careful)
         here = (pl.ds(col, tile.block_kv),)
@@ -57,49 +56,56 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         qk = columns.inner(q, k, spec)  # [block_q, block_kv]
         if isinstance(sign, jax.Array):  # of each product: a q that was computed would not be read from shared memory
             qk *= sign
-        if scoring.base is None:
-            raw = scoring.raw(qk, view.addend, view.mod)
-            if view.allowed is not None:
-                raw = jnp.where(view.allowed, raw, -jnp.inf)
-            p, shrink, row_max, row_sum = softmax.step(
-                raw,
-                row_max,
-                row_sum,
-                scoring.multiplier,
-                masked=masked or scoring.biased or scoring.modified,  # whether a row may still have seen nothing
-                exp2=scoring.arithmetic.exp2,
-            )
-            accumulator = tuple(part * shrink[:, None] for part in accumulator)  # [block_q, Dv]
-        else:
-            p = scoring.relative(qk, view.allowed)
-            row_sum += p.sum(axis=1)
+        p, shrink, sums = _step(qk, sums, view, scoring, masked, fused and not careful)
         if view.kept is not None:
             p = jnp.where(view.kept, p, 0)
         v = columns.load(v_ref, here, view.keep, shape.Dv)
-        accumulator = columns.add_product(accumulator, p, v, spec)
-        return accumulator, row_max, row_sum
+        accumulator = sums.accumulator
+        if shrink is not None:
+            # Not over what dropout keeps: it would stay in predicates while a thread decides, and there are but seven.
+            by = scoring.arithmetic.shrunk if fused and not careful and view.kept is None else jnp.multiply
+            accumulator = tuple(by(part, shrink[:, None]) for part in accumulator)
+        return sums._replace(accumulator=columns.add_product(accumulator, p, v, spec))
 
-    carry = (
+    fused = scoring.quick and scoring.base is None and max(shape.D, shape.Dv) <= online.WIDEST
+    start = online.Sums(
         columns.zeros(tile.block_q, shape.Dv, q_ref.dtype),
-        jnp.full((tile.block_q,), -jnp.inf, jnp.float32) if scoring.base is None else None,
+        jnp.full((tile.block_q,), -jnp.inf if scoring.base is None else scoring.base, jnp.float32),
         jnp.zeros((tile.block_q,), jnp.float32),
     )
     seen = reader.kv_range(i)
 
     def run(careful):
         tiles = seen.all_partial() if careful else seen
-        return over_tiles(tiles, functools.partial(body, careful=careful), carry, whole=shape.S >= tile.block_kv)
+        sums = over_tiles(tiles, functools.partial(body, careful=careful), start, whole=shape.S >= tile.block_kv)
+        return sums._replace(base=sums.base * scoring.multiplier) if fused and careful else sums
 
-    accumulator, row_max, row_sum = with_care(run, not reader.closed, lambda found: has_nan(*found[0]))
+    def spoiled(sums):
+        reasons = [] if reader.closed else [has_nan(*sums.accumulator)]
+        return functools.reduce(jnp.logical_or, reasons + ([online.beyond(sums)] if fused else []))
+
+    sums = with_care(run, fused or not reader.closed, spoiled)
     sink = None if extra.operands.sinks is None else extra.operands.sinks[...]
     alive = rows < reader.geometry.q_length
-    row_max, multiplier = (row_max, scoring.multiplier) if scoring.base is None else (scoring.base, LOG2_E)
-    alive, divisor, lse = softmax.finish(row_max, row_sum, multiplier, alive, sink)
+    multiplier = LOG2_E if scoring.base is not None else 1.0 if fused else scoring.multiplier
+    alive, divisor, lse = softmax.finish(sums.base, sums.total, multiplier, alive, sink)
     if spec.dropout_rate:
         divisor *= 1 - spec.dropout_rate
-    out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in accumulator)
+    out = tuple(jnp.where(alive[:, None], part / divisor[:, None], 0) for part in sums.accumulator)
     columns.store(out_ref, out, inside, shape.Dv)
     store_stats(lse_ref, lse, inside)
+
+
+def _step(qk, sums: online.Sums, view: View, scoring: Scoring, masked: bool, fused: bool):
+    """(p, shrink, sums) of products q . k, see `online.step`; with a constant base only the sum of p changes."""
+    if scoring.base is not None:
+        p = scoring.relative(qk, view.allowed)
+        return p, None, sums._replace(total=sums.total + p.sum(axis=1))
+    raw = scoring.raw(qk, view.addend, view.mod)
+    if view.allowed is not None:
+        raw = jnp.where(view.allowed, raw, -jnp.inf)
+    empty = masked or scoring.biased or scoring.modified  # whether a row may still have seen nothing
+    return (online.step if fused else online.exact_step)(raw, sums, scoring, empty)
 
 
 def q_tile(program, shape: Shape, tile: Tile, spec: AttentionSpec):

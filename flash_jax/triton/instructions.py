@@ -1,5 +1,6 @@
 """Single instructions of NVIDIA GPUs for which the compiler would emit several, and a tanh made of them."""
 
+import functools
 import struct
 
 import jax
@@ -11,6 +12,7 @@ from flash_jax.tiles import tanh
 from flash_jax.tiles.scores import PLAIN_ARITHMETIC, Arithmetic, Number
 
 _BENT_AT_ONCE = 16  # numbers of a thread for which one branch decides
+_SHRUNK_AT_ONCE = 32  # likewise
 
 
 def arithmetic(spec: AttentionSpec) -> Arithmetic:
@@ -21,8 +23,8 @@ def arithmetic(spec: AttentionSpec) -> Arithmetic:
     multiplication with an addition of its own accord.
     """
     if spec.interpret:
-        return PLAIN_ARITHMETIC._replace(fma=_fma_interpreted)
-    return Arithmetic(_exp2, _fma, _bent, _tanh_slope)
+        return PLAIN_ARITHMETIC._replace(fma=_fma_interpreted, fms=lambda a, b, c: _fma_interpreted(a, b, -c))
+    return Arithmetic(_exp2, _fma, _fms, _shrunk, _bent, _tanh_slope)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
@@ -31,6 +33,10 @@ def _exp2(x: jax.Array) -> jax.Array:
 
 def _fma(a: Number, b: Number, c: Number) -> jax.Array:
     return _elementwise("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def _fms(a: Number, b: Number, c: Number) -> jax.Array:
+    return _elementwise("{ .reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n; }", a, b, c)
 
 
 def _fma_interpreted(a: Number, b: Number, c: Number) -> jax.Array:
@@ -46,6 +52,35 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scaled = x * 4097.0
     high = scaled - (scaled - x)
     return high, x - high
+
+
+def _shrunk(x: jax.Array, factor: jax.Array) -> jax.Array:
+    instructions = _shrunk_assembly(_SHRUNK_AT_ONCE)
+    return _elementwise(instructions, x, factor, pack=_SHRUNK_AT_ONCE, in_place=True)
+
+
+@functools.cache
+def _shrunk_assembly(count: int) -> str:
+    """`count` numbers times factors in (0, 1], which are left alone if all of the factors are 1.
+
+    No smaller number has all the bits of 1, so the factors are all 1 if, and only if, 1 is their conjunction. That of
+    equal ones costs nothing, and where a factor is that of a row there are few others.
+    """
+    code, level = ["{", f".reg .b32 b<{2 * count}>;", ".reg .pred same;"], []
+    for n in range(count):
+        code.append(f"mov.b32 b{n}, ${2 * count + n};")
+        level.append(f"b{n}")
+    free = count
+    while len(level) > 1:  # in pairs: x & x is x, and what was computed once is not computed again
+        joined = []
+        for x, y in zip(level[::2], level[1::2], strict=True):
+            code.append(f"and.b32 b{free}, {x}, {y};")
+            joined.append(f"b{free}")
+            free += 1
+        level = joined
+    code += [f"setp.eq.b32 same, {level[0]}, 0x3F800000;", "@same bra DONE;"]
+    code += [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
+    return "\n".join([*code, "DONE:", "}"])
 
 
 def _tanh_slope(t: jax.Array) -> jax.Array:
@@ -85,14 +120,20 @@ def _immediate(x: float) -> str:
     return f"0f{struct.pack('>f', x).hex().upper()}"
 
 
-def _elementwise(instructions: str, *args: Number, pack: int = 1) -> jax.Array:
-    """`instructions`, in PTX, for each number of float32 arrays, or `pack` of them, broadcast to one shape."""
+def _elementwise(instructions: str, *args: Number, pack: int = 1, in_place: bool = False) -> jax.Array:
+    """`instructions`, in PTX, for each number of float32 arrays, or `pack` of them, broadcast to one shape.
+
+    in_place: the results are where the first argument is.
+    """
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
     results = ["=f"] if pack == 1 else ["=&f"] * pack  # some are written while others are still to be read
+    inputs = ["f"] * (len(args) * pack)
+    if in_place:
+        inputs[:pack] = map(str, range(pack))
     return plgpu.elementwise_inline_asm(
         instructions,
         args=[jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in args],
-        constraints=",".join(results + ["f"] * (len(args) * pack)),
+        constraints=",".join(results + inputs),
         pack=pack,
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )[0]

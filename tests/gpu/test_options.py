@@ -224,3 +224,19 @@ def test_large_and_equal_scores(attend, dtype):
     np.testing.assert_array_equal(np.asarray(dv, np.float32), 1.0)
     for g in (dq, dk):
         assert np.abs(np.asarray(g, np.float32)).max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("times", [0.3, 8, 1e3], ids=["a-little", "much", "into-the-millions"])
+def test_maxima_that_grow(attend, dtype, times):
+    """Later keys have larger scores, in some rows more than in others: an accumulator shrinks many times, or never.
+
+    At head dim 64 the forward kernel multiplies its accumulator only then; scores in the millions go another way.
+    """
+    c = case(f"B2-T300-S1500-H4-K2-D64-{dtype}")
+    q, k, v = c.arrays()
+    q = (q * np.linspace(0, times, c.T)[:, None, None]).astype(q.dtype)
+    k = (k * np.linspace(0, times, c.S)[:, None, None]).astype(k.dtype)
+    check(forward(q_offset=c.S // 2, causal=True), attend, q, k, v)
+    if times < 1e3:  # there the gradients of q and k are differences of products in the millions
+        check(values_and_gradients(), attend, (q, k, v), c.cotangents())
