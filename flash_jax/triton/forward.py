@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from flash_jax.spec import AttentionSpec, Operands, leads
 from flash_jax.tiles import softmax
 from flash_jax.tiles.scores import LOG2_E, Scoring
-from flash_jax.triton import columns, online
+from flash_jax.triton import columns, instructions, online
 from flash_jax.triton.launch import (
     Shape,
     flat,
@@ -62,12 +62,14 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
         v = columns.load(v_ref, here, view.keep, shape.Dv)
         accumulator = sums.accumulator
         if shrink is not None:
-            # Not over what dropout keeps: it would stay in predicates while a thread decides, and there are but seven.
-            by = scoring.arithmetic.shrunk if fused and not careful and view.kept is None else jnp.multiply
+            by = jnp.multiply if careful or not lazy else scoring.arithmetic.shrunk
             accumulator = tuple(by(part, shrink[:, None]) for part in accumulator)
         return sums._replace(accumulator=columns.add_product(accumulator, p, v, spec))
 
     fused = scoring.quick and scoring.base is None and max(shape.D, shape.Dv) <= online.WIDEST
+    # Not with dropout: what it keeps would wait in predicates, which are seven, while a thread decides.
+    narrowest = min(piece.size for piece in columns.pieces(shape.Dv, q_ref.dtype.itemsize))
+    lazy = fused and not spec.dropout_rate and instructions.can_shrink(tile, narrowest)
     start = online.Sums(
         columns.zeros(tile.block_q, shape.Dv, q_ref.dtype),
         jnp.full((tile.block_q,), -jnp.inf if scoring.base is None else scoring.base, jnp.float32),

@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from flash_jax.spec import AttentionSpec
 from flash_jax.tiles import tanh
 from flash_jax.tiles.scores import PLAIN_ARITHMETIC, Arithmetic, Number
+from flash_jax.triton.tiling import Tile
 
 _BENT_AT_ONCE = 16  # numbers of a thread for which one branch decides
 _SHRUNK_AT_ONCE = 32  # likewise
@@ -57,6 +58,11 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _shrunk(x: jax.Array, factor: jax.Array) -> jax.Array:
     instructions = _shrunk_assembly(_SHRUNK_AT_ONCE)
     return _elementwise(instructions, x, factor, pack=_SHRUNK_AT_ONCE, in_place=True)
+
+
+def can_shrink(tile: Tile, columns: int) -> bool:
+    """Whether each thread has as many numbers of [block_q, columns] as `Arithmetic.shrunk` takes at once."""
+    return tile.block_q * columns >= _SHRUNK_AT_ONCE * 32 * tile.num_warps
 
 
 @functools.cache
