@@ -15,11 +15,12 @@ from flash_jax.triton.launch import (
     Shape,
     flat_output,
     has_nan,
-    launch,
+    launch_tiles,
     load_stats,
     output,
     over_tiles,
     store_stats,
+    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
@@ -37,7 +38,7 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     """
     reader = Reader.of(extra, spec, shape, tile, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
-    j = pl.program_id(0)
+    j = tile_program(spec)
     col = j * tile.block_kv
     cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
     within = None if shape.S % tile.block_kv == 0 else cols < shape.S
@@ -130,7 +131,7 @@ def key_value_pass(
         shape.stats(residuals.lse, None, shape.groups, whole),
         shape.stats(residuals.delta, None, shape.groups, whole),
     )
-    call = launch(
+    call = launch_tiles(
         functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
         (pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples),
         (

@@ -18,11 +18,12 @@ from flash_jax.triton.launch import (
     flat,
     flat_output,
     has_nan,
-    launch,
+    launch_tiles,
     load_stats,
     output,
     over_tiles,
     store_stats,
+    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
@@ -42,7 +43,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
     """
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
-    i = q_tile(pl.program_id(0), shape, tile, spec)
+    i = q_tile(tile_program(spec), shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -180,7 +181,7 @@ def query_pass(
     arrays = flattened(extra, shape), residuals.flattened(), None if before is None else flat(before, 3)
     in_place = ds is not None and before is not None and before.dtype == ds.dtype
     aliases = {len(jax.tree.leaves(arrays)) - 1: len(jax.tree.leaves(out_shapes)) - 1} if in_place else {}
-    call = launch(
+    call = launch_tiles(
         functools.partial(flash_attention_dq_kernel, spec=spec, tile=tile, shape=shape),
         (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
         ((specs(extra, shape, None), block, None if before is None else strip), out_specs),

@@ -16,10 +16,11 @@ from flash_jax.triton.launch import (
     flat,
     flat_output,
     has_nan,
-    launch,
+    launch_tiles,
     output,
     over_tiles,
     store_stats,
+    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, View, flattened, inputs, specs
@@ -39,7 +40,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     q_ref, k_ref, v_ref = arrays
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(q_ref.dtype)
-    i = q_tile(pl.program_id(0), shape, tile, spec)
+    i = q_tile(tile_program(spec), shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -134,7 +135,7 @@ def forward(
 
     out = output((*lead, shape.T, shape.H, shape.Dv), jnp.float32 if wide else q.dtype, q)
     lse = output((*lead, shape.H, shape.T), jnp.float32, q)
-    call = launch(
+    call = launch_tiles(
         functools.partial(flash_attention_forward_kernel, spec=spec, tile=tile, shape=shape),
         (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
         (

@@ -212,6 +212,47 @@ def launch(
     )
 
 
+def launch_tiles(
+    kernel: functools.partial,
+    grid: tuple[int, int, int],
+    specs: tuple[Any, Any],
+    outputs: Any,
+    tile: Tile,
+    spec: AttentionSpec,
+    name: str | None = None,
+    aliases: dict[int, int] | None = None,
+) -> Callable:
+    """`launch` over (tiles, heads, examples), where `tile_program` numbers the tiles.
+
+    A GPU starts programs in the order of the grid, the first dim fastest: tiles of one head, which share keys, run at
+    the same time. Where they are uneven, the first tiles of all heads go first instead. These are the heaviest, so that
+    what runs last is light and all multiprocessors stop at about the same time.
+    """
+    tiles, heads, examples = grid
+    if _uneven(spec):
+        grid = heads, examples, tiles
+        specs = jax.tree.map(_turned, specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec))
+    return launch(kernel, grid, specs, outputs, tile, spec, name, aliases)
+
+
+def tile_program(spec: AttentionSpec) -> jax.Array:
+    """The number of a kernel's tile."""
+    return pl.program_id(2 if _uneven(spec) else 0)
+
+
+def _uneven(spec: AttentionSpec) -> bool:
+    """Whether the later a query is, the more keys it sees."""
+    left, right = spec.band
+    return left is None and right is not None and spec.chunk_size is None
+
+
+def _turned(block: pl.BlockSpec) -> pl.BlockSpec:
+    index_map = block.index_map
+    if index_map is None:
+        return block
+    return dataclasses.replace(block, index_map=lambda head, b, tile: index_map(tile, head, b))
+
+
 def flat_output(x: jax.ShapeDtypeStruct, rank: int) -> jax.ShapeDtypeStruct:
     """The struct with its leading dims flattened into one."""
     own = x.shape[len(x.shape) - rank :]

@@ -20,11 +20,12 @@ from flash_jax.triton.launch import (
     flat,
     flat_output,
     has_nan,
-    launch,
+    launch_tiles,
     load_stats,
     output,
     over_tiles,
     store_stats,
+    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Inputs, Reader, View, flattened, inputs, specs
@@ -203,7 +204,7 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
     scores = Scores(reader, Reader.of(moving.extra, spec, shape, tile), scoring, mods)
-    i = q_tile(pl.program_id(0), shape, tile, spec)
+    i = q_tile(tile_program(spec), shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -306,7 +307,7 @@ def tangent(
     moving_block = Moving(rows(moving.q), keys(moving.k), keys(moving.v), specs(moving.extra, shape, None))
     d_out = output((*lead, *out.shape[-3:]), out.dtype, q)
     d_lse = output((*lead, *lse.shape[-2:]), lse.dtype, q)
-    call = launch(
+    call = launch_tiles(
         functools.partial(flash_attention_tangent_kernel, spec=spec, tile=tile, shape=shape, mods=mods),
         (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
         (
