@@ -11,7 +11,7 @@ import pytest
 import flash_jax
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.triton import tiling
+from flash_jax.triton import launch, tiling
 from tests.support import gpu_compile
 from tests.support.cases import case
 from tests.support.mods import READS, documents, same_document_nearby
@@ -270,3 +270,23 @@ def test_an_exported_program_runs(exported):
     got = jax.export.deserialize(exported.serialize()).call(*arrays)
     expected = jax.jit(gradient(causal=True))(*arrays)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, False), ({"causal": True}, True), ({"window": (99, 0)}, False), ({"causal": True, "chunk_size": 64}, False)],
+    ids=["full", "causal", "window", "chunk"],
+)
+def test_the_heaviest_tiles_of_all_heads_go_first(options, last, monkeypatch):
+    """In the order in which a GPU starts programs, the first dim of a grid is the fastest."""
+    grids, call = set(), launch.pl.pallas_call
+
+    def recorded(kernel, **given):
+        grids.add(given["grid"])
+        return call(kernel, **given)
+
+    monkeypatch.setattr(launch.pl, "pallas_call", recorded)
+    x = struct(3, 1024, 2, 64)
+    sizes = flash_jax.BlockSizes(block_q=64, block_kv=64)
+    gpu_compile.lower(gradient(block_sizes=sizes, **options), x, x, x)
+    assert grids == {(2, 3, 16) if last else (16, 2, 3)}
