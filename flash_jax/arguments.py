@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flash_jax import context_parallel, mods, validate
+from flash_jax import context_parallel, mods, partition, validate
 from flash_jax.spec import AttentionSpec, Band, BlockMask, BlockSizes, Operands, interpreting
 from flash_jax.tiles import dropout
 
@@ -137,7 +137,8 @@ def _context(axis: str | None, strategy: str | None, q: jax.Array, k: jax.Array)
     if not is_part and any(n % count for n in sizes):
         raise ValueError(f"T and S must be multiples of the {count} devices along `context_axis`; got {sizes}.")
     whole = (sizes[0] * count, sizes[1] * count) if is_part else sizes
-    return whole, context_parallel.strategy(strategy, count, (q.shape[-2], k.shape[-2]))
+    heads = (q.shape[-2], k.shape[-2]) if is_part else partition.heads_of_device(q, k, axis)
+    return whole, context_parallel.strategy(strategy, count, heads)
 
 
 def _mod_indices(batch, heads):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 from jax import lax
+from jax._src import core
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
 MINIMUM_JAX = (0, 10, 2)
@@ -57,11 +58,11 @@ _OLDEST_GPU = "NVIDIA A100-SXM4-80GB"
 def some_gpu() -> Iterator[None]:
     """Lowers for CUDA where this process sees no GPU and is told of none, as for ``jax.export`` on a laptop.
 
-    From 0.12 on, JAX lowers Pallas-Triton kernels only for a GPU whose name it knows. (A mesh of CPU devices in force
+    From 0.11 on, JAX lowers Pallas-Triton kernels only for a GPU whose name it knows. (A mesh of CPU devices in force
     is left as it is: what was traced under it names its devices, and JAX's own error says what to do.)
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if jax.__version_info__ < (0, 12) or mesh.abstract_device is not None or _cuda_device() is not None:
+    if jax.__version_info__ < (0, 11) or mesh.abstract_device is not None or _cuda_device() is not None:
         yield
         return
     device = jax.sharding.AbstractDevice(_OLDEST_GPU, None, "cuda")
@@ -156,6 +157,13 @@ def explicit_part(aval) -> list[tuple[str, ...]]:
     types = dict(zip(placed.mesh.axis_names, placed.mesh.axis_types, strict=True))
     dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in placed.spec]
     return [tuple(axis for axis in axes if types.get(axis) == jax.sharding.AxisType.Explicit) for axes in dims]
+
+
+def own_axes(mesh) -> set[str]:
+    """The axes of `mesh` over which a `shard_map` can be here: neither manual already nor what a `vmap` maps over."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = {axis for axis, kind in types if kind != jax.sharding.AxisType.Manual}
+    return free - core.get_axis_env().explicit_mesh_axis_names
 
 
 def explicit_axes(aval) -> list[str]:

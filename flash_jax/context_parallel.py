@@ -174,7 +174,7 @@ def _around(step: Callable, q, k, v, operands: Operands, spec: AttentionSpec) ->
     def attended(carry, keys, number, operands):
         k, v, of_keys = keys
         operands = dataclasses.replace(operands, **of_keys)
-        return step(carry, (k, v, *part_of(q, k, operands, spec, row, lax.rem(me - number + n, n) * S)))
+        return step(carry, (k, v, *part_of(q, k, operands, spec, row, lax.rem(me - number + n, jnp.int32(n)) * S)))
 
     keys = k, v, of_keys
     coming = _pass_on(spec, keys) if n > 1 else keys

@@ -97,6 +97,7 @@ def over_mesh(run: Callable, of_rows: Callable, inputs: Sequence[str], outputs: 
         results = jax.eval_shape(run, *args)
         ins = [Array(name, x.shape, lead) for name, x in zip(inputs, args, strict=True)]
         outs = [Array(name, x.shape, lead) for name, x in zip(outputs, results, strict=True)]
+        sizes = args[0].shape[lead], args[1].shape[lead]  # here, as JAX keeps the closure, and tracers with it
 
         def partition(mesh, arg_shapes, result_shapes):
             shardings = [x.sharding for x in arg_shapes]
@@ -106,7 +107,6 @@ def over_mesh(run: Callable, of_rows: Callable, inputs: Sequence[str], outputs: 
                 return mesh, run, tuple(x.sharding for x in result_shapes), tuple(shardings)
             layout = _layout(mesh, ins, [x.spec for x in shardings])
             placed = [tuple(NamedSharding(mesh, layout.spec(x)) for x in side) for side in (outs, ins)]
-            sizes = args[0].shape[lead], args[1].shape[lead]
             return mesh, _local(run, ins, outs, layout, mesh, sums, functools.partial(of_rows, sizes)), *placed
 
         partitioned = custom_partitioning(lambda *xs: tuple(run(*xs)))
@@ -128,10 +128,15 @@ def check_explicit(inputs: Sequence[str], args: Sequence[jax.Array], context: st
             of_sequence = letter in ("t", "c")
             if axes and (not _is_cut(letter) or of_sequence) and not (of_sequence and axes == (context,)):
                 raise NotImplementedError(
-                    f"Dim {dim} of `{name}` is sharded over the explicit mesh axes {list(axes)}; flash_attention keeps "
-                    "batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it "
+                    f"Dim {dim - x.ndim} of `{_said(name)}` is sharded over the explicit mesh axes {list(axes)}; "
+                    "flash_attention keeps batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it "
                     "first, or name the axis of a sharded sequence as `context_axis`."
                 )
+
+
+def _said(name: str) -> str:
+    """What the user calls an input."""
+    return f"mod_operands[{name[5:]}]" if name.startswith("mods.") else name
 
 
 def _is_cut(letter: str | None) -> bool:
@@ -153,8 +158,7 @@ def on_explicit_axes(
     in_specs, out_specs = (tuple(layout.spec(x) for x in side) for side in (ins, outs))
     args = [jax.sharding.reshard(x, s) for x, s in zip(args, in_specs, strict=True)]
     # Over the automatic axes of a mixed mesh, too, whose shardings are not known here: inputs are whole along these.
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = {axis for axis, kind in types.items() if kind != jax.sharding.AxisType.Manual}
+    axes = compat.own_axes(mesh)
     local = _local(run, ins, outs, layout, mesh, sums)
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)(*args)
 
@@ -176,10 +180,19 @@ def on_context_axis(
     layout = layout._replace(rows=(axis,), keys=(axis,))
     in_specs, out_specs = tuple(layout.spec(x) for x in ins), (layout.spec(out), layout.spec(lse))
     args = [jax.sharding.reshard(x, s) for x, s in zip(args, in_specs, strict=True)]
-    axes = {name for name, kind in types.items() if kind != jax.sharding.AxisType.Manual}
+    axes = compat.own_axes(mesh)
     local = _local(run, ins, [out, lse], layout, mesh, False)
     checked = not spec.interpret
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=checked)(*args)
+
+
+def heads_of_device(q: jax.Array, k: jax.Array, context: str) -> tuple[int, int]:
+    """Heads of query and of key that each device has, by what types say of axes other than `context`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ins = [Array(name, x.shape, q.ndim - 3) for name, x in (("query", q), ("key", k))]
+    layout = _layout(mesh, ins, [P(*compat.explicit_part(jax.typeof(x))) for x in (q, k)], without=context)
+    count = _count(mesh, layout.heads)
+    return q.shape[-2] // count, max(1, k.shape[-2] // count) if layout.heads else k.shape[-2]
 
 
 def _rule(ins: list[Array], outs: list[Array]) -> tuple[str, tuple[str, ...]]:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "explanation": ["tiles.survey", "triton.tiling"],
     "picture": ["tiles.survey"],
     "attention": ["arguments", "validate", "spec", "op", "select", "reference"],
-    "arguments": ["validate", "context_parallel", "mods", "spec", "tiles.dropout"],
+    "arguments": ["validate", "context_parallel", "partition", "mods", "spec", "tiles.dropout"],
     "mods": ["spec", "tiles.mods", "tiles.reads", "compat"],
     "block_mask": ["mods", "spec", "tiles.mods"],
     "validate": ["spec"],

@@ -168,6 +168,16 @@ def test_everything_at_once(target, record_property):
 
 
 @a_target
+@pytest.mark.parametrize("sizes", [None, flash_jax.BlockSizes(16, 128, 4, 2), flash_jax.BlockSizes(64, 32, 8, 2)])
+@pytest.mark.parametrize(("length", "head_dim"), [(1, 64), (7, 32), (70, 8), (300, 48)])
+def test_few_numbers_a_thread(length, head_dim, sizes, target):
+    """Fewer than some instructions take at once."""
+    x = struct(1, length, 2, head_dim)
+    compiled = gpu_compile.compile_for(target, gradients(causal=True, block_sizes=sizes), x, x, x)
+    assert {kernel.name for kernel in compiled.kernels} >= set(PASSES.values())
+
+
+@a_target
 @pytest.mark.parametrize("kind", ["row", "column", "difference", "entry", "several"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_score_mod(kind, dtype, target, record_property):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import flash_jax
 from flash_jax import context_parallel
-from tests.support.accuracy import assert_accurate, judges
+from tests.support.accuracy import assert_accurate, assert_same_in_float64, judges
 from tests.support.cases import case
 from tests.support.programs import second_order, tangents, values_and_gradients
 
@@ -158,6 +158,22 @@ def test_a_long_ring_is_a_loop(attend, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
+@pytest.mark.parametrize("unrolled", [8, 1], ids=["unrolled", "loop"])
+def test_float64(strategy, unrolled, monkeypatch):
+    """jax_enable_x64 makes Python's numbers 64 bits wide where they meet those of a mesh."""
+    monkeypatch.setattr(context_parallel, "UNROLLED", unrolled)
+    program, mesh = values_and_gradients(causal=True), mesh_of(AxisType.Auto)
+    with jax.enable_x64(True):
+        c = case("B2-T12-S20-H8-K4-D8-f64")
+        arrays = c.inputs(sinks=(8,)), c.cotangents()
+        attend = functools.partial(flash_jax.flash_attention, implementation="xla")
+        found = jax.jit(functools.partial(program, functools.partial(shared, attend, strategy, mesh)))(*arrays)
+        expected = jax.jit(functools.partial(program, attend))(*arrays)
+        for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert_same_in_float64(x, y)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
 def test_tangents(attend, strategy):
     c, shapes = case(f"{SIZES}-f32"), {"bias": (2, 1, 24, 40), "sinks": (8,)}
     on_devices = functools.partial(shared, attend, strategy, mesh_of(AxisType.Auto))
@@ -206,6 +222,42 @@ def test_batch_heads_and_sequence_at_once():
         found = jax.jit(functools.partial(program, on_devices))((q, k, v, {}), (dout, dlse))
     for n, leaves in enumerate(zip(*map(jax.tree.leaves, (found, *judges(program, inputs, cotangents))), strict=True)):
         assert_accurate(*leaves, derivative=n > 1, name=f"result {n}")
+
+
+@pytest.mark.parametrize(("heads", "served"), [((4, 4), True), ((4, 2), False), ((2, 2), False)])
+def test_heads_that_another_explicit_axis_cuts(heads, served):
+    """Devices exchange the heads that each has, so that these must be enough for them."""
+    mesh = jax.make_mesh((2, 2), ("seq", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    H, K = heads
+    c = case(f"B1-T8-S12-H{H}-K{K}-D8-f32")
+    attend = functools.partial(flash_jax.flash_attention, implementation="xla", context_axis="seq")
+    with jax.set_mesh(mesh):
+        qkv = [jax.device_put(x, NamedSharding(mesh, P(None, "seq", "model"))) for x in c.arrays()]
+        found = jax.jit(attend)(*qkv)
+        if not served:
+            with pytest.raises(NotImplementedError, match=f"got {H // 2} query heads and {K // 2} key/value"):
+                attend(*qkv, context_strategy="heads")
+    np.testing.assert_allclose(
+        found, flash_jax.flash_attention(*c.arrays(), implementation="xla"), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "heads"])
+def test_vmap_over_a_dim_that_another_explicit_axis_cuts(strategy):
+    c, mesh = case("B4-T8-S12-H4-K4-D8-f32"), mesh_of(AxisType.Explicit)
+    attend = functools.partial(flash_jax.flash_attention, implementation="xla", causal=True)
+    on_devices = functools.partial(attend, context_axis="seq", context_strategy=strategy)
+
+    def loss(attend, *qkv):
+        return (jax.vmap(attend)(*qkv) ** 2).sum()
+
+    value_and_gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    with jax.set_mesh(mesh):
+        qkv = [jax.device_put(x, NamedSharding(mesh, P("data", "seq"))) for x in c.arrays()]
+        found = jax.jit(value_and_gradient(functools.partial(loss, on_devices)))(*qkv)
+    expected = value_and_gradient(functools.partial(loss, attend))(*c.arrays())
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 def compiled_step(strategy, options=None, mesh=None):

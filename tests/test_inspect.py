@@ -411,7 +411,7 @@ def test_explicit_mesh_axes():
         found, refused = explain(by_batch, by_batch, by_batch), explain(by_length, by_length, by_length)
     assert found.here.picked == "xla"
     assert refused.here.why_not["reference"] is None and refused.here.picked is None
-    assert refused.here.why_not["xla"].startswith("Dim 1 of `query` is sharded over the explicit mesh axes ['x']")
+    assert refused.here.why_not["xla"].startswith("Dim -3 of `query` is sharded over the explicit mesh axes ['x']")
 
 
 # Traced and abstract operands.

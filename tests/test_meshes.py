@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flash_jax
 from tests.support.accuracy import assert_accurate, judges
 from tests.support.cases import case
 from tests.support.programs import values_and_gradients
@@ -114,8 +115,6 @@ def test_cotangents_that_arrive_with_another_sharding(attend):
 
 
 def test_dropout_keeps_the_same_as_on_one_device(implementation):
-    import flash_jax
-
     c, mesh = case("B4-T20-S24-H8-K8-D16-f32"), mesh_of(AxisType.Auto)
     q, k, v = c.arrays()
     drop = {"dropout_rate": 0.5, "dropout_key": jax.random.key(1), "implementation": implementation}
@@ -123,6 +122,41 @@ def test_dropout_keeps_the_same_as_on_one_device(implementation):
     placed = [jax.device_put(x, NamedSharding(mesh, BOTH)) for x in (q, k, v)]
     # XLA sums in another order on a part of the array; another kept set would differ by more than anything here allows.
     np.testing.assert_allclose(attend(*placed), attend(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_over_a_dim_that_an_explicit_axis_cuts(attend):
+    """While another axis cuts the heads."""
+    c, mesh = case("B4-T9-S12-H8-K4-D8-f32"), mesh_of(AxisType.Explicit)
+
+    def passes(q, k, v):
+        f = functools.partial(attend, causal=True)
+        gradients = jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+        return jax.vmap(f)(q, k, v), gradients, jax.jvp(jax.vmap(f), (q, k, v), (q, k, v))
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, BOTH)) for x in c.arrays()]
+        found = jax.jit(passes)(*placed)
+        assert found[0].sharding.spec == P("data", None, "model", None)
+    for x, y in zip(*map(jax.tree.leaves, (found, jax.jit(passes)(*c.arrays()))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tracer_is_kept(attend):
+    x = jnp.ones((1, 8, 2, 4))
+    with jax.checking_leaks():
+        jax.jit(attend)(x, x, x)
+
+
+def test_a_table_that_is_sharded_by_heads_is_refused_by_its_name():
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, table = jnp.ones((2, 8, 4, 4)), jax.device_put(jnp.ones((2, 4)), NamedSharding(mesh, P(None, "model")))
+        with pytest.raises(NotImplementedError, match=r"Dim -1 of `mod_operands\[0\]` is sharded"):
+            jax.jit(lambda x, t: flash_jax.flash_attention(x, x, x, score_mod=by_head, mod_operands=(t,)))(x, table)
+
+
+def by_head(score, b, h, i, j, table):
+    return score + table[b, h]
 
 
 def test_gradient_of_scale(attend):
@@ -202,7 +236,7 @@ def test_a_sharded_sequence_on_explicit_axes_is_refused(attend):
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((2, 32, 2, 16)), NamedSharding(mesh, P("data", "model")))
         with pytest.raises(
-            NotImplementedError, match=r"Dim 1 of `query` is sharded over the explicit mesh axes \['mod"
+            NotImplementedError, match=r"Dim -3 of `query` is sharded over the explicit mesh axes \['mod"
         ):
             jax.jit(attend)(x, x, x)
 

@@ -66,7 +66,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
             accumulator = tuple(by(part, shrink[:, None]) for part in accumulator)
         return sums._replace(accumulator=columns.add_product(accumulator, p, v, spec))
 
-    fused = scoring.quick and scoring.base is None and max(shape.D, shape.Dv) <= online.WIDEST
+    fused = online.suits(scoring, max(shape.D, shape.Dv))
     # Not with dropout: what it keeps would wait in predicates, which are seven, while a thread decides.
     narrowest = min(piece.size for piece in columns.pieces(shape.Dv, q_ref.dtype.itemsize))
     lazy = fused and not spec.dropout_rate and instructions.can_shrink(tile, narrowest)

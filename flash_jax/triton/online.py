@@ -12,7 +12,7 @@ With scores in the millions that rounding is no longer small beside 1, and p may
 computed again, by `exact_step`.
 
 Up to head dim 64 the instructions of the softmax bound the loop. Wider ones wait for tensor cores and for each other,
-and are no faster with fewer (benchmarks/NOTES.md, version 8).
+and are no faster with fewer (benchmarks/NOTES.md, version 8). With a score_mod the loop with care would spill.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,13 @@ from flash_jax.tiles import softmax
 from flash_jax.tiles.scores import Scoring, far
 from flash_jax.triton.columns import Columns
 
-WIDEST = 64  # head dim
+_WIDEST = 64  # head dim
 _SLACK = 8.0  # in base 2: p is up to 2^8, which float16 holds with room to spare
+
+
+def suits(scoring: Scoring, head_dim: int) -> bool:
+    """Whether `step` is the faster way for a call, and good enough: float32 has the better rounding."""
+    return scoring.quick and scoring.base is None and not scoring.modified and head_dim <= _WIDEST
 
 
 class Sums(NamedTuple):
