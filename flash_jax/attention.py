@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.typing import ArrayLike
 
-from flash_jax import arguments, op, reference, select, validate
+from flash_jax import arguments, eager, op, reference, select, validate
 from flash_jax.spec import Band, BlockMask, BlockSizes
 
 
@@ -156,41 +156,15 @@ def flash_attention(  # noqa: PLR0913
       >>> out.shape, lse.shape
       ((2, 128, 8, 64), (2, 8, 128))
     """
+    given = locals()
+    run = eager.compiled(_attention, given)
+    return _attention(**given) if run is None else run()
+
+
+def _attention(*, return_lse, **given):
+    """`flash_attention`, outside `jit` step by step."""
     with_lse = validate.flag("return_lse", return_lse)
-    q, k, v, operands, spec = arguments.normalise(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        causal=causal,
-        window=window,
-        prefix_lengths=prefix_lengths,
-        chunk_size=chunk_size,
-        q_offset=q_offset,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        segment_ids=segment_ids,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        mod_operands=mod_operands,
-        block_mask=block_mask,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        context_axis=context_axis,
-        context_strategy=context_strategy,
-        precision=precision,
-        implementation=implementation,
-        block_sizes=block_sizes,
-    )
+    q, k, v, operands, spec = arguments.normalise(**given)
     select.check_arguments(spec, q, v)
     run = reference.attention if spec.implementation == "reference" else op.attention
     out, lse = run(q, k, v, operands, spec)

@@ -129,8 +129,8 @@ def check_explicit(inputs: Sequence[str], args: Sequence[jax.Array], context: st
             if axes and (not _is_cut(letter) or of_sequence) and not (of_sequence and axes == (context,)):
                 raise NotImplementedError(
                     f"Dim {dim - x.ndim} of `{_said(name)}` is sharded over the explicit mesh axes {list(axes)}; "
-                    "flash_attention keeps batch dims and heads sharded, and needs the others whole. Call `jax.sharding.reshard` on it "
-                    "first, or name the axis of a sharded sequence as `context_axis`."
+                    "flash_attention keeps batch dims and heads sharded, and needs the others whole. Call "
+                    "`jax.sharding.reshard` on it first, or name the axis of a sharded sequence as `context_axis`."
                 )
 
 
