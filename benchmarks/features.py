@@ -44,7 +44,31 @@ def options(B: int, T: int) -> dict[str, tuple[dict, dict]]:
         "alibi": ({}, {"alibi_slopes": jnp.linspace(0.1, 0.5, HEADS)}),
         "sinks": ({}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}),
         "scale (array)": ({}, {"scale": jnp.asarray(HEAD_DIM**-0.5)}),
-    }
+        "score_mod, |i - j|": ({"score_mod": farther_is_less}, {}),
+        "score_mod, a table of i - j": (
+            {"score_mod": by_distance}, {"mod_operands": (jnp.zeros((HEADS, 2 * T - 1), jnp.float32),)},
+        ),
+    }  # fmt: skip
+
+
+def farther_is_less(score, b, h, i, j):
+    """A score_mod without operands."""
+    return score - 0.01 * jnp.abs(i - j).astype(jnp.float32)
+
+
+def by_distance(score, b, h, i, j, table):
+    """A score_mod with a learned number for each head and distance."""
+    return score + table[h, i - j + table.shape[1] // 2]
+
+
+def nearby(b, h, i, j, *_):
+    """A mask_mod: the window (1023, 0)."""
+    return (i >= j) & (i - j < 1024)
+
+
+def same_document(b, h, i, j, ids):
+    """A mask_mod: packed documents, causal."""
+    return (ids[b, i] == ids[b, j]) & (i >= j)
 
 
 def skipping(shrink: int) -> dict[str, tuple[int, dict]]:
@@ -56,6 +80,25 @@ def skipping(shrink: int) -> dict[str, tuple[int, dict]]:
         "window (1023, 0), 64k": (2 * T, {"window": (1023 // min(shrink, 8), 0)}),
         "chunk_size 2048, causal, 32k": (T, {"causal": True, "chunk_size": 2048 // min(shrink, 8)}),
         "prefix 4096, causal, 32k": (T, {"causal": True, "prefix_lengths": 4096 // shrink}),
+    }
+
+
+def skipping_by_maps(shrink: int) -> dict[str, tuple[int, dict, dict]]:
+    """{name: (T, options, options of the same meaning)}: a mask_mod and its block_mask, one example each."""
+    T = 32768 // shrink
+    ids = jnp.asarray(packed(T))
+    by_ids = {"mask_mod": same_document, "mod_operands": (ids,)}
+    return {
+        "window (1023, 0), 32k, mask_mod": (
+            T,
+            {"mask_mod": nearby, "block_mask": flash_jax.block_mask(nearby, (1, 1, T, T))},
+            {"window": (1023, 0)},
+        ),
+        "12 documents, 32k, mask_mod": (
+            T,
+            by_ids | {"block_mask": flash_jax.block_mask(same_document, (1, 1, T, T), (ids,))},
+            {"causal": True, "segment_ids": ids},
+        ),
     }
 
 
@@ -132,11 +175,11 @@ def print_options(ms: dict, report: dict) -> None:
 def print_skipping(ms: dict, cases: dict, report: dict) -> None:
     """Times against those of the visible tiles at the dense rate of the same length."""
     for kind in ("forward", "both"):
-        for name, (_, T, given, _) in cases.items():
+        for name, (T, _, meaning) in cases.items():
             dense = ms.get((f"dense {T}", kind))
-            if name.startswith("dense") or dense is None or (name, kind) not in ms:
+            if dense is None or (name, kind) not in ms:
                 continue
-            share = visible_share(T, given)
+            share = visible_share(T, meaning)
             ratio = ms[name, kind] / (share * dense)
             print(
                 f"{kind:8} {name:34} {ms[name, kind]:8.3f} ms, {100 * share:5.1f}% of the tiles of a dense call of "
@@ -159,9 +202,11 @@ def main() -> None:
     B, T = 2, 8192 // args.shrink
     report: dict = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "options": {}, "skipping": {}}
     print_options(measure({n: (B, T, *o) for n, o in options(B, T).items()}, args), report["options"])
-    cases = {name: (1, T, given, {}) for name, (T, given) in skipping(args.shrink).items()}
-    lengths = sorted({T for _, T, *_ in cases.values()})
-    print_skipping(measure(cases | {f"dense {T}": (1, T, {}, {}) for T in lengths}, args), cases, report["skipping"])
+    cases = {name: (T, given, given) for name, (T, given) in skipping(args.shrink).items()}
+    cases |= skipping_by_maps(args.shrink)
+    calls = {name: (1, T, given, {}) for name, (T, given, _) in cases.items()}
+    calls |= {f"dense {T}": (1, T, {}, {}) for T in sorted({T for T, *_ in cases.values()})}
+    print_skipping(measure(calls, args), cases, report["skipping"])
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
 
