@@ -24,7 +24,7 @@ from flash_jax.triton.launch import (
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
-from flash_jax.triton.tiling import tile_for
+from flash_jax.triton.tiling import apart, tile_for
 
 
 def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_refs, *, spec, tile, shape):
@@ -32,8 +32,10 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
 
     One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
     stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
-    examples). `column_refs`, by name, take sums over the rows for each query head: "bias" that of dS, the gradient of a
-    bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
+    examples). One of dk_ref and dv_ref may be None: then what only the other gradient needs is computed.
+
+    `column_refs`, by name and with dk_ref, take sums over the rows for each query head: "bias" that of dS, the gradient of
+    a bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
     n-th read of the score_mod gives.
     """
     reader = Reader.of(extra, spec, shape, tile, transposed=True)
@@ -46,7 +48,7 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     inside = within if inside is None else inside
     whole = (slice(None),)
     k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
-    v = columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
+    v = None if dk_ref is None else columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
     def body(i, carry, head, careful, masked):
         dk, dv, sums = carry
@@ -55,10 +57,14 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         here = pl.ds(row, tile.block_q)
         q = columns.load(refs.q, (here, head), view.keep, shape.D)
         out_ct = columns.load(refs.out_ct, (here, head), view.keep, shape.Dv)
-        lse, delta = load_stats(refs.lse.at[head, here], view.keep), load_stats(refs.delta.at[head, here], view.keep)
+        lse = load_stats(refs.lse.at[head, here], view.keep)
         qk = columns.inner(k, q, spec)  # [block_kv, block_q]
         p = probabilities(qk, lse[None, :], view, scoring)
-        dv = columns.add_product(dv, p[1], out_ct, spec)
+        if dv is not None:
+            dv = columns.add_product(dv, p[1], out_ct, spec)
+        if v is None:
+            return dk, dv, sums
+        delta = load_stats(refs.delta.at[head, here], view.keep)
         ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
         sums = {
             name: x + (ds if name == "bias" else ds * weight_of_read(name, qk, view, scoring)).sum(axis=1)
@@ -81,8 +87,8 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
         return tuple(carry)
 
     start = (
-        columns.zeros(tile.block_kv, shape.D, refs.k.dtype),
-        columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype),
+        None if dk_ref is None else columns.zeros(tile.block_kv, shape.D, refs.k.dtype),
+        None if dv_ref is None else columns.zeros(tile.block_kv, shape.Dv, refs.v.dtype),
     )
 
     def run(careful):
@@ -91,14 +97,17 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
             return one(jnp.zeros((), jnp.int32), start)
         return lax.fori_loop(0, shape.groups, one, start)
 
-    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*found[0], *found[1]))
-    dk = tuple(part * scoring.scale.value for part in dk)
-    if spec.dropout_rate:
-        dv = tuple(part * (1 / (1 - spec.dropout_rate)) for part in dv)
-    if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
-        dk, dv = (tuple(jnp.where(inside[:, None], part, 0) for part in x) for x in (dk, dv))
-    columns.store(dk_ref, dk, within, shape.D)
-    columns.store(dv_ref, dv, within, shape.Dv)
+    dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*jax.tree.leaves(found)))
+    for ref, x, factor, head_dim in (
+        (dk_ref, dk, scoring.scale.value, shape.D),
+        (dv_ref, dv, 1 / (1 - spec.dropout_rate) if spec.dropout_rate else None, shape.Dv),
+    ):
+        if x is None:
+            continue
+        x = x if factor is None else tuple(part * factor for part in x)
+        if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
+            x = tuple(jnp.where(inside[:, None], part, 0) for part in x)
+        columns.store(ref, x, within, head_dim)
 
 
 def key_value_pass(
@@ -110,9 +119,19 @@ def key_value_pass(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """(dk, dv) of `dtypes`, and the named sums over each column [..., H, S], with all leading dims."""
+    run = functools.partial(_launch, residuals, operands, lead, dtypes, spec=spec)
+    if not apart(spec, *residuals[:3]):
+        return run(columns_wanted, name="dkv")
+    _, dv, _ = run((), name="dv")
+    dk, _, sums = run(columns_wanted, name="dk")
+    return dk, dv, sums
+
+
+def _launch(residuals, operands, lead, dtypes, columns_wanted, *, name, spec):  # noqa: PLR0913
+    """As `key_value_pass`, by one kernel: "dkv", or "dk" or "dv", which leaves the other None."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
-    tile = tile_for("dkv", spec, q, k, v, operands)
+    tile = tile_for(name, spec, q, k, v, operands)
     extra = inputs(operands, tile, shape, spec, by="key")
 
     def place(j, h):
@@ -121,7 +140,10 @@ def key_value_pass(
     def whole(j, h):
         return 0, h  # the h-th block of `groups` query heads
 
-    dk, dv = (output((*lead, *x.shape[-3:]), dtype, x) for x, dtype in zip((k, v), dtypes, strict=True))
+    dk, dv = (
+        output((*lead, *x.shape[-3:]), dtype, x) if letter in name else None
+        for letter, x, dtype in zip("kv", (k, v), dtypes, strict=True)
+    )
     column = output((*lead, shape.H, shape.S), jnp.float32, k)
     block = Residuals(
         shape.rows(q, None, shape.groups, whole),
@@ -137,15 +159,17 @@ def key_value_pass(
         (
             (specs(extra, shape, shape.groups), block),
             (
-                shape.rows(dk, tile.block_kv, None, place),
-                shape.rows(dv, tile.block_kv, None, place),
+                *(None if x is None else shape.rows(x, tile.block_kv, None, place) for x in (dk, dv)),
                 {name: shape.stats(column, tile.block_kv, shape.groups, place) for name in columns_wanted},
             ),
         ),
-        (flat_output(dk, 3), flat_output(dv, 3), {name: flat_output(column, 2) for name in columns_wanted}),
+        (
+            *(None if x is None else flat_output(x, 3) for x in (dk, dv)),
+            {name: flat_output(column, 2) for name in columns_wanted},
+        ),
         tile,
         spec,
     )
-    dk_flat, dv_flat, sums = call(flattened(extra, shape), residuals.flattened())
-    sums = {name: x.reshape(column.shape) for name, x in sums.items()}
-    return dk_flat.reshape(dk.shape), dv_flat.reshape(dv.shape), sums
+    *found, sums = call(flattened(extra, shape), residuals.flattened())
+    dk, dv = (None if x is None else y.reshape(x.shape) for x, y in zip((dk, dv), found, strict=True))
+    return dk, dv, {name: x.reshape(column.shape) for name, x in sums.items()}

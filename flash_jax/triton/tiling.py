@@ -13,6 +13,7 @@ from flash_jax.tiles import ranges
 from flash_jax.tiles.reads import reads_of
 
 PASSES = ("forward", "dq", "dkv", "tangent")
+_BY_KEY = ("dkv", "dk", "dv")
 _STORED = {"stored": 2, "partial": 4}  # bytes of an entry of dS, which is laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
@@ -45,6 +46,8 @@ _TABLE = {
     ("dkv", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(64, 64, 4, 2),
     ("dkv", 256, 2): Tile(32, 64, 8, 2),
+    ("dk", 256, 2): Tile(32, 128, 8, 2),
+    ("dv", 256, 2): Tile(64, 128, 8, 2),
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
     ("partial", 128, 2): Tile(64, 32, 4, 3),  # so that two programs have room on a multiprocessor
@@ -142,6 +145,15 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     return _shrink(tile, size, limit)
 
 
+def apart(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Whether dk and dv are the work of a kernel each, whose tiles can be larger than those of one for both.
+
+    Not where the user gives sizes for one.
+    """
+    wide = max(padded(q.shape[-1]), padded(v.shape[-1])) > 128
+    return wide and k.dtype.itemsize == 2 and not _overrides(spec.block_sizes, "dkv")
+
+
 def shared_limit(capability: str | None) -> int:
     """Bytes of shared memory that one program may use, by compute capability, None where that is unknown."""
     return _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
@@ -161,7 +173,7 @@ def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int |
     """The length along which a pass streams, where its last tile may be a loop of its own, of one step known now."""
     if spec.band != (None, None):
         return None
-    given, whole = (spec.q_length, q.shape[-3]) if name == "dkv" else (spec.kv_length, k.shape[-3])
+    given, whole = (spec.q_length, q.shape[-3]) if name in _BY_KEY else (spec.kv_length, k.shape[-3])
     return whole if given is None else given
 
 
@@ -208,8 +220,8 @@ def shared_bytes(
     lane holds this against what the compiler asks for.
     """
     D, Dv = widths
-    stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
-    staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
+    stay, stream = (tile.block_kv, tile.block_q) if name in _BY_KEY else (tile.block_q, tile.block_kv)
+    staying = stay * {"forward": D, "dv": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
     arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
     if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
@@ -217,7 +229,7 @@ def shared_bytes(
     streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
-    if name == "dkv":
+    if name in _BY_KEY:
         streaming += (stages + 1) * stream * 8  # lse and delta
         if itemsize == 2 and tile.num_stages == 1:  # without a pipeline one of the two is kept in a second layout
             streaming += stream * max(D, Dv) * itemsize
@@ -241,7 +253,7 @@ def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
 def _overrides(sizes: BlockSizes | None, name: str) -> dict[str, int]:
     """The fields that the user gave for pass `name`."""
     if sizes is not None and name != "forward":
-        sizes = getattr(sizes, name if name in PASSES else "dq") or sizes
+        sizes = getattr(sizes, name if name in PASSES else "dkv" if name in _BY_KEY else "dq") or sizes
     if sizes is None:
         return {}
     return {f.name: value for f in dataclasses.fields(Tile) if (value := getattr(sizes, f.name)) is not None}
