@@ -13,6 +13,7 @@ from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.launch import (
     Shape,
+    bytes_of_head,
     flat_output,
     has_nan,
     launch_tiles,
@@ -20,14 +21,15 @@ from flash_jax.triton.launch import (
     output,
     over_tiles,
     store_stats,
-    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
 from flash_jax.triton.tiling import apart, tile_for
 
 
-def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_refs, *, spec, tile, shape):
+def flash_attention_dkv_kernel(  # noqa: PLR0913
+    j, extra, refs: Residuals, dk_ref, dv_ref, column_refs, *, spec, tile, shape
+):
     """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
 
     One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
@@ -40,7 +42,6 @@ def flash_attention_dkv_kernel(extra, refs: Residuals, dk_ref, dv_ref, column_re
     """
     reader = Reader.of(extra, spec, shape, tile, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
-    j = tile_program(spec)
     col = j * tile.block_kv
     cols = col + jnp.arange(tile.block_kv, dtype=jnp.int32)
     within = None if shape.S % tile.block_kv == 0 else cols < shape.S
@@ -169,6 +170,7 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, name, spec):  
         ),
         tile,
         spec,
+        bytes_of_head(q, residuals.out_ct) * shape.groups,
     )
     *found, sums = call(flattened(extra, shape), residuals.flattened())
     dk, dv = (None if x is None else y.reshape(x.shape) for x, y in zip((dk, dv), found, strict=True))

@@ -15,6 +15,7 @@ from flash_jax.triton.entries import Residuals, probabilities, score_gradient, t
 from flash_jax.triton.forward import q_tile
 from flash_jax.triton.launch import (
     Shape,
+    bytes_of_head,
     flat,
     flat_output,
     has_nan,
@@ -23,7 +24,6 @@ from flash_jax.triton.launch import (
     output,
     over_tiles,
     store_stats,
-    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
@@ -31,7 +31,7 @@ from flash_jax.triton.tiling import tile_for
 
 
 def flash_attention_dq_kernel(  # noqa: PLR0913
-    extra, refs: Residuals, before_ref, dq_ref, sum_refs, ds_ref, *, spec, tile, shape
+    program, extra, refs: Residuals, before_ref, dq_ref, sum_refs, ds_ref, *, spec, tile, shape
 ):
     """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
 
@@ -43,7 +43,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
     """
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
-    i = q_tile(tile_program(spec), shape, tile, spec)
+    i = q_tile(program, shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -188,6 +188,7 @@ def query_pass(
         out_shapes,
         tile,
         spec,
+        bytes_of_head(k, v) // shape.groups,
         None if dq is not None else "flash_attention_row_sums_kernel",
         aliases,
     )

@@ -13,6 +13,7 @@ from flash_jax.tiles.scores import LOG2_E, Scoring
 from flash_jax.triton import columns, instructions, online
 from flash_jax.triton.launch import (
     Shape,
+    bytes_of_head,
     flat,
     flat_output,
     has_nan,
@@ -20,14 +21,13 @@ from flash_jax.triton.launch import (
     output,
     over_tiles,
     store_stats,
-    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Reader, View, flattened, inputs, specs
 from flash_jax.triton.tiling import Tile, tile_for
 
 
-def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, tile, shape):
+def flash_attention_forward_kernel(program, extra, arrays, out_ref, lse_ref, *, spec, tile, shape):
     """O = softmax(scale Q K^T) V and L = log-sum-exp of the scores (Dao, "FlashAttention-2", 2023, algorithm 1).
 
     One program computes block_q rows of one head of one example. Q_i, the accumulator of O_i and the running maximum m
@@ -40,7 +40,7 @@ def flash_attention_forward_kernel(extra, arrays, out_ref, lse_ref, *, spec, til
     q_ref, k_ref, v_ref = arrays
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(q_ref.dtype)
-    i = q_tile(tile_program(spec), shape, tile, spec)
+    i = q_tile(program, shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -152,6 +152,7 @@ def forward(
         (flat_output(out, 3), flat_output(lse, 2)),
         tile,
         spec,
+        bytes_of_head(k, v) // shape.groups,
     )
     out_flat, lse_flat = call(flattened(extra, shape), tuple(flat(x, 3) for x in arrays))
     return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)

@@ -17,6 +17,7 @@ from flash_jax.triton.entries import probabilities
 from flash_jax.triton.forward import q_tile
 from flash_jax.triton.launch import (
     Shape,
+    bytes_of_head,
     flat,
     flat_output,
     has_nan,
@@ -25,7 +26,6 @@ from flash_jax.triton.launch import (
     output,
     over_tiles,
     store_stats,
-    tile_program,
     with_care,
 )
 from flash_jax.triton.operands import Inputs, Reader, View, flattened, inputs, specs
@@ -187,7 +187,7 @@ def _selected(p_ds: jax.Array, view: View) -> jax.Array:
 
 
 def flash_attention_tangent_kernel(  # noqa: PLR0913
-    extra, refs: Given, moving: Moving, d_out_ref, d_lse_ref, *, spec, tile, shape, mods
+    program, extra, refs: Given, moving: Moving, d_out_ref, d_lse_ref, *, spec, tile, shape, mods
 ):
     """dL_i = sum_j P_ij dS_ij + P_sink dsink and dO_i = sum_j P_ij (dS_ij V_j + dV_j) - O_i dL_i, with P = exp(S - L).
 
@@ -204,7 +204,7 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
     reader = Reader.of(extra, spec, shape, tile)
     scoring = reader.scoring(refs.q.dtype)
     scores = Scores(reader, Reader.of(moving.extra, spec, shape, tile), scoring, mods)
-    i = q_tile(tile_program(spec), shape, tile, spec)
+    i = q_tile(program, shape, tile, spec)
     row = i * tile.block_q
     rows = row + jnp.arange(tile.block_q, dtype=jnp.int32)
     inside = None if shape.T % tile.block_q == 0 else rows < shape.T
@@ -317,6 +317,7 @@ def tangent(
         (flat_output(d_out, 3), flat_output(d_lse, 2)),
         tile,
         spec,
+        bytes_of_head(k, v, *(x for x in (moving.k, moving.v) if x is not None)) // shape.groups,
     )
     d_out_flat, d_lse_flat = call(flattened(extra, shape), given.flattened(), moving.flattened(shape))
     return d_out_flat.reshape(d_out.shape), d_lse_flat.reshape(d_lse.shape)
