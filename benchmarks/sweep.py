@@ -169,7 +169,7 @@ def candidates(group: Group, options: argparse.Namespace) -> list[Tile]:
     for numbers in itertools.product(options.block_q, options.block_kv, options.warps, options.stages):
         tile = Tile(*numbers)
         shared = tiling.shared_bytes(_row_of(group), tile, widths, 2)
-        if shared <= options.shared_kib * 1024 and registers(group.kind, tile, widths) <= options.registers:
+        if shared <= options.shared_kib * 1024 and registers(group.kind, tile, widths, 2) <= options.registers:
             found.append(tile)
     found.sort(key=lambda x: distance(x, own))
     return [own, *(x for x in found if x != own)]

@@ -24,6 +24,8 @@ PASSES = {
     "dq": "flash_attention_dq_kernel",
     "dkv": "flash_attention_dkv_kernel",
 }
+# In the place of the last where dk and dv have a kernel each (see tests/test_lowering.py).
+APART = {"dk": "flash_attention_dk_kernel", "dv": "flash_attention_dv_kernel"}
 TANGENT = "flash_attention_tangent_kernel"
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (32, 64, 128, 256, 40, 80, 192)
@@ -55,14 +57,17 @@ def gradients(**options):
 
 
 def check_and_record(compiled, label, limit, record_property):
-    """The three kernels were compiled, none spills beyond the limit; the terminal summary shows them."""
+    """The kernels of all passes were compiled, none spills beyond the limit; the terminal summary shows them."""
     kernels = {kernel.name: kernel for kernel in compiled.kernels}
-    assert set(PASSES.values()) <= set(kernels)
-    for name, kernel_name in PASSES.items():
+    passes = PASSES
+    if set(APART.values()) & set(kernels):
+        passes = {name: kernel for name, kernel in PASSES.items() if name != "dkv"} | APART
+    assert set(passes.values()) <= set(kernels)
+    for name, kernel_name in passes.items():
         kernel = kernels[kernel_name]
         row = (label.format(name), str(kernel.registers), str(kernel.spills), " ".join(kernel.notes))
-        record_property("kernel", (*row, f"{compiled.seconds:.1f} for all three"))
-    assert {name: kernels[kernel].spills for name, kernel in PASSES.items() if kernels[kernel].spills > limit} == {}
+        record_property("kernel", (*row, f"{compiled.seconds:.1f} for all"))
+    assert {name: kernels[kernel].spills for name, kernel in passes.items() if kernels[kernel].spills > limit} == {}
 
 
 @a_target

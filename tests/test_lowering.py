@@ -273,12 +273,13 @@ def test_an_exported_program_runs(exported):
 
 
 @pytest.mark.parametrize(
-    ("options", "last"),
+    ("options", "uneven"),
     [({}, False), ({"causal": True}, True), ({"window": (99, 0)}, False), ({"causal": True, "chunk_size": 64}, False)],
     ids=["full", "causal", "window", "chunk"],
 )
-def test_the_heaviest_tiles_of_all_heads_go_first(options, last, monkeypatch):
-    """In the order in which a GPU starts programs, the first dim of a grid is the fastest."""
+@pytest.mark.parametrize(("cached", "together"), [(0, 1), (2**19, 2), (2**30, 6)])
+def test_causal_tiles_of_several_heads_go_together(options, uneven, cached, together, monkeypatch):
+    """Each pass has as many heads in the first dim of its grid as the cache has room for: 2^18 bytes each here."""
     grids, call = set(), launch.pl.pallas_call
 
     def recorded(kernel, **given):
@@ -286,7 +287,28 @@ def test_the_heaviest_tiles_of_all_heads_go_first(options, last, monkeypatch):
         return call(kernel, **given)
 
     monkeypatch.setattr(launch.pl, "pallas_call", recorded)
-    x = struct(3, 1024, 2, 64)
+    monkeypatch.setattr(launch, "_CACHED", cached)
+    examples = 3 + together  # another shape each time: what is traced once is not traced again
+    x = struct(examples, 1024, 6, 64)
     sizes = flash_jax.BlockSizes(block_q=64, block_kv=64)
     gpu_compile.lower(gradient(block_sizes=sizes, **options), x, x, x)
-    assert grids == {(2, 3, 16) if last else (16, 2, 3)}
+    together = together if uneven else 1
+    assert grids == {(16 * together, 6 // together, examples)}
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "dtype", "apart"),
+    [((128, 128), "bfloat16", False), ((192, 128), "float16", True), ((64, 256), "bfloat16", True), ((256, 256), "float32", False)],
+)
+def test_dk_and_dv_have_a_kernel_each_at_wide_head_dims(head_dims, dtype, apart):
+    q, v = (struct(1, 128, 2, n, dtype=dtype) for n in head_dims)
+    kernels = set(gpu_compile.triton_ir(gpu_compile.lower(gradient(), q, q, v)))
+    ours = {name.split("_")[2] for name in kernels if name.startswith("flash_attention_d")}
+    assert ours == ({"dq", "dk", "dv"} if apart else {"dq", "dkv"})
+
+
+@pytest.mark.parametrize(("room", "together"), [(0, 1), (1, 1), (5, 3), (6, 6), (7, 6)])
+def test_heads_that_go_together_divide_all(room, together, monkeypatch):
+    """So that each program of the grid has a tile to work on."""
+    monkeypatch.setattr(launch, "_CACHED", room * 100)
+    assert launch.heads_together(6, 100) == together

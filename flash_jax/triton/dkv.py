@@ -24,7 +24,7 @@ from flash_jax.triton.launch import (
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
-from flash_jax.triton.tiling import apart, tile_for
+from flash_jax.triton.tiling import apart, padded, tile_for
 
 
 def flash_attention_dkv_kernel(  # noqa: PLR0913
@@ -121,18 +121,19 @@ def key_value_pass(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """(dk, dv) of `dtypes`, and the named sums over each column [..., H, S], with all leading dims."""
     run = functools.partial(_launch, residuals, operands, lead, dtypes, spec=spec)
-    if not apart(spec, *residuals[:3]):
-        return run(columns_wanted, name="dkv")
-    _, dv, _ = run((), name="dv")
-    dk, _, sums = run(columns_wanted, name="dk")
+    q, k, v = residuals[:3]
+    if not apart((padded(q.shape[-1]), padded(v.shape[-1])), k.dtype.itemsize):
+        return run(columns_wanted)
+    _, dv, _ = run((), which="v")
+    dk, _, sums = run(columns_wanted, which="k")
     return dk, dv, sums
 
 
-def _launch(residuals, operands, lead, dtypes, columns_wanted, *, name, spec):  # noqa: PLR0913
-    """As `key_value_pass`, by one kernel: "dkv", or "dk" or "dv", which leaves the other None."""
+def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="kv"):  # noqa: PLR0913
+    """As `key_value_pass` by one kernel; None in the place of dk or dv where its letter is not in `which`."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
-    tile = tile_for(name, spec, q, k, v, operands)
+    tile = tile_for("dkv", spec, q, k, v, operands)
     extra = inputs(operands, tile, shape, spec, by="key")
 
     def place(j, h):
@@ -142,7 +143,7 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, name, spec):  
         return 0, h  # the h-th block of `groups` query heads
 
     dk, dv = (
-        output((*lead, *x.shape[-3:]), dtype, x) if letter in name else None
+        output((*lead, *x.shape[-3:]), dtype, x) if letter in which else None
         for letter, x, dtype in zip("kv", (k, v), dtypes, strict=True)
     )
     column = output((*lead, shape.H, shape.S), jnp.float32, k)
@@ -171,6 +172,7 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, name, spec):  
         tile,
         spec,
         bytes_of_head(q, residuals.out_ct) * shape.groups,
+        f"flash_attention_d{which}_kernel",
     )
     *found, sums = call(flattened(extra, shape), residuals.flattened())
     dk, dv = (None if x is None else y.reshape(x.shape) for x, y in zip((dk, dv), found, strict=True))

@@ -13,7 +13,6 @@ from flash_jax.tiles import ranges
 from flash_jax.tiles.reads import reads_of
 
 PASSES = ("forward", "dq", "dkv", "tangent")
-_BY_KEY = ("dkv", "dk", "dv")
 _STORED = {"stored": 2, "partial": 4}  # bytes of an entry of dS, which is laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
@@ -42,12 +41,10 @@ _TABLE = {
     ("forward", 256, 2): Tile(128, 64, 8, 2),
     ("dq", 64, 2): Tile(64, 64, 4, 2),
     ("dq", 128, 2): Tile(64, 64, 4, 2),
-    ("dq", 256, 2): Tile(64, 32, 4, 2),
+    ("dq", 256, 2): Tile(128, 64, 8, 1),
     ("dkv", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(64, 64, 4, 2),
-    ("dkv", 256, 2): Tile(32, 64, 8, 2),
-    ("dk", 256, 2): Tile(32, 128, 8, 2),
-    ("dv", 256, 2): Tile(64, 128, 8, 2),
+    ("dkv", 256, 2): Tile(32, 128, 8, 3),
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
     ("partial", 128, 2): Tile(64, 32, 4, 3),  # so that two programs have room on a multiprocessor
@@ -69,9 +66,13 @@ _TABLE = {
 }
 
 # The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
-# what a score_mod or mask_mod reads is (those by spills alone: not timed yet).
-_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3), ("tangent", 128, 2): Tile(128, 32, 8, 2)}
-_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+# what a score_mod or mask_mod reads is (those, and dq at 256, by spills alone: not timed yet).
+_TABLE_DENSE = {
+    ("forward", 128, 2): Tile(128, 32, 4, 3),
+    ("dq", 256, 2): Tile(128, 32, 8, 2),
+    ("tangent", 128, 2): Tile(128, 32, 8, 2),
+}
+_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3), ("dq", 256, 2): Tile(128, 32, 8, 2)}
 _TABLE_MOD = {
     ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dkv", 64, 2): Tile(32, 64, 4, 2),
@@ -82,7 +83,7 @@ _TABLE_MOD = {
 
 # The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
 _LONG = 8192
-_TABLE_LONG = {("forward", 128, 2): Tile(128, 128, 8, 3)}
+_TABLE_LONG = {("forward", 128, 2): Tile(128, 128, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
 
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
@@ -90,6 +91,7 @@ _TABLE_8 = {
     ("forward", 128, 2): Tile(128, 64, 8, 3),
     ("forward", 256, 2): Tile(64, 64, 8, 2),
     ("dkv", 128, 2): Tile(64, 64, 8, 3),
+    ("dq", 256, 2): Tile(64, 32, 4, 2),
     ("dkv", 256, 2): Tile(64, 32, 8, 2),
     ("dbias", 64, 2): Tile(64, 64, 4, 2),
     ("dbias", 128, 2): Tile(64, 64, 4, 2),
@@ -118,10 +120,8 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     itemsize = q.dtype.itemsize
     device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
-    bent = spec.softcap is not None or spec.dropout_rate > 0
-    long = k.shape[-3] > _LONG and spec.band[0] is None and spec.chunk_size is None and not bent
     key = name, max(64, *widths), itemsize
-    row = _row(capability, key, operands, long)
+    row = _row(capability, key, operands, _is_long(name, spec, k.shape[-3]))
     if spec.softcap is not None and (capability or "").startswith("8."):
         row = _TABLE_8_SOFTCAP.get(key, row)
     tile = dataclasses.replace(row, **chosen)
@@ -145,13 +145,21 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     return _shrink(tile, size, limit)
 
 
-def apart(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def _is_long(name: str, spec: AttentionSpec, S: int) -> bool:
+    """Whether so many plain scores stream past that a larger tile is faster."""
+    if S <= _LONG or spec.softcap is not None or spec.dropout_rate > 0 or spec.chunk_size is not None:
+        return False
+    left, right = spec.band
+    # Causal programs of the forward pass have all lengths, and small ones leave smaller gaps at the end.
+    return left is None and (name != "forward" or right is None)
+
+
+def apart(widths: tuple[int, int], itemsize: int) -> bool:
     """Whether dk and dv are the work of a kernel each, whose tiles can be larger than those of one for both.
 
-    Not where the user gives sizes for one.
+    `widths` are the padded head dims.
     """
-    wide = max(padded(q.shape[-1]), padded(v.shape[-1])) > 128
-    return wide and k.dtype.itemsize == 2 and not _overrides(spec.block_sizes, "dkv")
+    return max(widths) > 128 and itemsize == 2
 
 
 def shared_limit(capability: str | None) -> int:
@@ -173,7 +181,7 @@ def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int |
     """The length along which a pass streams, where its last tile may be a loop of its own, of one step known now."""
     if spec.band != (None, None):
         return None
-    given, whole = (spec.q_length, q.shape[-3]) if name in _BY_KEY else (spec.kv_length, k.shape[-3])
+    given, whole = (spec.q_length, q.shape[-3]) if name == "dkv" else (spec.kv_length, k.shape[-3])
     return whole if given is None else given
 
 
@@ -220,8 +228,8 @@ def shared_bytes(
     lane holds this against what the compiler asks for.
     """
     D, Dv = widths
-    stay, stream = (tile.block_kv, tile.block_q) if name in _BY_KEY else (tile.block_q, tile.block_kv)
-    staying = stay * {"forward": D, "dv": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
+    stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
+    staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     stages = tile.num_stages + (length is not None and length % stream > 0)
     arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
     if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
@@ -229,7 +237,7 @@ def shared_bytes(
     streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)
     if itemsize == 4:  # a product of three TF32 ones has what stays in two parts
         staying *= 2
-    if name in _BY_KEY:
+    if name == "dkv":
         streaming += (stages + 1) * stream * 8  # lse and delta
         if itemsize == 2 and tile.num_stages == 1:  # without a pipeline one of the two is kept in a second layout
             streaming += stream * max(D, Dv) * itemsize
@@ -253,7 +261,7 @@ def _shrink(tile: Tile, size: Callable[[Tile], int], limit: int) -> Tile:
 def _overrides(sizes: BlockSizes | None, name: str) -> dict[str, int]:
     """The fields that the user gave for pass `name`."""
     if sizes is not None and name != "forward":
-        sizes = getattr(sizes, name if name in PASSES else "dkv" if name in _BY_KEY else "dq") or sizes
+        sizes = getattr(sizes, name if name in PASSES else "dq") or sizes
     if sizes is None:
         return {}
     return {f.name: value for f in dataclasses.fields(Tile) if (value := getattr(sizes, f.name)) is not None}

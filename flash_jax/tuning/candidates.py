@@ -30,23 +30,24 @@ def candidates(name: str, call: Call, own: Tile, limit: int) -> list[Tile]:
         for tile in found
         if tile != own
         and distance(tile, own) <= _FAR
-        and registers(name, tile, widths) * _PARTS[call.q.dtype.itemsize] < _REGISTERS
+        and registers(name, tile, widths, call.q.dtype.itemsize) < _REGISTERS
         and shared_bytes(name, call, tile) <= limit
     ]
     return sorted(near, key=lambda tile: distance(tile, own))
 
 
-def registers(name: str, tile: Tile, widths: tuple[int, int]) -> float:
+def registers(name: str, tile: Tile, widths: tuple[int, int], itemsize: int) -> float:
     """Accumulators a thread holds, in 32-bit registers: what decides whether a kernel spills. `widths` are D and Dv."""
     q, kv, (D, Dv) = tile.block_q, tile.block_kv, widths
+    keys = max(D, Dv) if tiling.apart(widths, itemsize) else D + Dv
     held = {
         "forward": q * Dv + q * kv,
         "dq": q * D + 2 * q * kv,
-        "dkv": kv * (D + Dv) + 2 * q * kv,
+        "dkv": kv * keys + 2 * q * kv,
         "tangent": q * Dv + 2 * q * kv,
         "dbias": 3 * q * kv,
     }[name]
-    return held / (32 * tile.num_warps)
+    return held / (32 * tile.num_warps) * _PARTS[itemsize]
 
 
 def shared_bytes(name: str, call: Call, tile: Tile) -> int:
