@@ -280,6 +280,26 @@ def test_a_tail_of_one_tile_is_counted_too(name, head_dim, target):
     assert 0 < shared_bytes(name, call, target) <= estimate(name, call, target.name) <= target.shared_memory
 
 
+@a_target
+@pytest.mark.parametrize("length", [33, 63, 100, 130])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_loop_over_heads_is_counted_too(head_dim, length, target):
+    """Heads that share a key: where each has a tile and the rest of one, both are loaded ahead for the next head."""
+    spec, k = a_call(head_dim, "bfloat16", length=length, causal=False)
+    q, stats = struct(1, length, 3 * HEADS, head_dim), struct(1, 3 * HEADS, length, dtype="float32")
+    with gpu_compile.lowering_for(target.name):
+        tile = tiling.tile_for("dkv", spec, q, k, k, Operands())
+        counted = tiling.sizer("dkv", spec, q, k, k, Operands())(tile)
+    assert counted <= target.shared_memory
+    for name in ("key", "value"):  # one at a time, as each may have a kernel of its own
+
+        def run(q, k, v, out, lse, out_ct, name=name):
+            return triton.backward((q, k, v, Operands()), out, lse, out_ct, None, {name: (1,)}, spec)[name]
+
+        with compat.quiet_triton_lowering():
+            assert 0 < gpu_compile.shared_bytes(target, run, q, k, k, q, stats, q) <= counted
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_what_the_check_refuses_would_not_fit(name, monkeypatch):
     target, sizes = gpu_compile.H200, flash_jax.BlockSizes(block_q=128, block_kv=128, num_warps=8, num_stages=4)

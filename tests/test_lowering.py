@@ -11,7 +11,7 @@ import pytest
 import flash_jax
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.triton import launch, tiling
+from flash_jax.triton import launch, order, tiling
 from tests.support import gpu_compile
 from tests.support.cases import case
 from tests.support.mods import READS, documents, same_document_nearby
@@ -287,7 +287,7 @@ def test_causal_tiles_of_several_heads_go_together(options, uneven, cached, toge
         return call(kernel, **given)
 
     monkeypatch.setattr(launch.pl, "pallas_call", recorded)
-    monkeypatch.setattr(launch, "_CACHED", cached)
+    monkeypatch.setattr(order, "_CACHED", cached)
     examples = 3 + together  # another shape each time: what is traced once is not traced again
     x = struct(examples, 1024, 6, 64)
     sizes = flash_jax.BlockSizes(block_q=64, block_kv=64)
@@ -298,7 +298,12 @@ def test_causal_tiles_of_several_heads_go_together(options, uneven, cached, toge
 
 @pytest.mark.parametrize(
     ("head_dims", "dtype", "apart"),
-    [((128, 128), "bfloat16", False), ((192, 128), "float16", True), ((64, 256), "bfloat16", True), ((256, 256), "float32", False)],
+    [
+        ((128, 128), "bfloat16", False),
+        ((192, 128), "float16", True),
+        ((64, 256), "bfloat16", True),
+        ((256, 256), "float32", False),
+    ],
 )
 def test_dk_and_dv_have_a_kernel_each_at_wide_head_dims(head_dims, dtype, apart):
     q, v = (struct(1, 128, 2, n, dtype=dtype) for n in head_dims)
@@ -310,5 +315,5 @@ def test_dk_and_dv_have_a_kernel_each_at_wide_head_dims(head_dims, dtype, apart)
 @pytest.mark.parametrize(("room", "together"), [(0, 1), (1, 1), (5, 3), (6, 6), (7, 6)])
 def test_heads_that_go_together_divide_all(room, together, monkeypatch):
     """So that each program of the grid has a tile to work on."""
-    monkeypatch.setattr(launch, "_CACHED", room * 100)
-    assert launch.heads_together(6, 100) == together
+    monkeypatch.setattr(order, "_CACHED", room * 100)
+    assert order.heads_together(6, 100) == together

@@ -1,6 +1,7 @@
 """Backward kernel for what belongs to a key: gradients of key and value, and sums over its column of scores."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,8 @@ from flash_jax.triton import columns
 from flash_jax.triton.entries import Residuals, probabilities, score_gradient, to_product, weight_of_read
 from flash_jax.triton.launch import (
     Shape,
-    bytes_of_head,
     flat_output,
     has_nan,
-    launch_tiles,
     load_stats,
     output,
     over_tiles,
@@ -24,6 +23,7 @@ from flash_jax.triton.launch import (
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
+from flash_jax.triton.order import Grid, bytes_of_head, launch_tiles
 from flash_jax.triton.tiling import apart, padded, tile_for
 
 
@@ -36,9 +36,9 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
     stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
     examples). One of dk_ref and dv_ref may be None: then what only the other gradient needs is computed.
 
-    `column_refs`, by name and with dk_ref, take sums over the rows for each query head: "bias" that of dS, the gradient of
-    a bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the score to what the
-    n-th read of the score_mod gives.
+    `column_refs`, by name and where there is a dk_ref, take sums over the rows for each query head: "bias" that of dS,
+    the gradient of a bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the
+    score to what the n-th read of the score_mod gives.
     """
     reader = Reader.of(extra, spec, shape, tile, transposed=True)
     geometry, scoring = reader.geometry, reader.scoring(refs.k.dtype)
@@ -99,16 +99,20 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
         return lax.fori_loop(0, shape.groups, one, start)
 
     dk, dv = with_care(run, not reader.closed, lambda found: has_nan(*jax.tree.leaves(found)))
+    undropped = 1 / (1 - spec.dropout_rate) if spec.dropout_rate else None
     for ref, x, factor, head_dim in (
         (dk_ref, dk, scoring.scale.value, shape.D),
-        (dv_ref, dv, 1 / (1 - spec.dropout_rate) if spec.dropout_rate else None, shape.Dv),
+        (dv_ref, dv, undropped, shape.Dv),
     ):
-        if x is None:
-            continue
-        x = x if factor is None else tuple(part * factor for part in x)
-        if inside is not None:  # keys that nobody sees have the gradient 0, also where a full tile computed something
-            x = tuple(jnp.where(inside[:, None], part, 0) for part in x)
-        columns.store(ref, x, within, head_dim)
+        if x is not None:
+            columns.store(ref, _finished(x, factor, inside), within, head_dim)
+
+
+def _finished(x: columns.Columns, factor: float | jax.Array | None, inside: jax.Array | None) -> columns.Columns:
+    """A sum times its factor; 0 for keys that nobody sees, also where a full tile computed something."""
+    if factor is not None:
+        x = tuple(part * factor for part in x)
+    return x if inside is None else tuple(jnp.where(inside[:, None], part, 0) for part in x)
 
 
 def key_value_pass(
@@ -129,7 +133,7 @@ def key_value_pass(
     return dk, dv, sums
 
 
-def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="kv"):  # noqa: PLR0913
+def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="kv") -> tuple[Any, Any, dict]:  # noqa: PLR0913
     """As `key_value_pass` by one kernel; None in the place of dk or dv where its letter is not in `which`."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
@@ -155,9 +159,12 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="k
         shape.stats(residuals.lse, None, shape.groups, whole),
         shape.stats(residuals.delta, None, shape.groups, whole),
     )
+    grid = Grid(
+        pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples, bytes_of_head(q, residuals.out_ct) * shape.groups
+    )
     call = launch_tiles(
         functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
-        (pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples),
+        grid,
         (
             (specs(extra, shape, shape.groups), block),
             (
@@ -171,7 +178,6 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="k
         ),
         tile,
         spec,
-        bytes_of_head(q, residuals.out_ct) * shape.groups,
         f"flash_attention_d{which}_kernel",
     )
     *found, sums = call(flattened(extra, shape), residuals.flattened())

@@ -15,11 +15,9 @@ from flash_jax.triton.entries import Residuals, probabilities, score_gradient, t
 from flash_jax.triton.forward import q_tile
 from flash_jax.triton.launch import (
     Shape,
-    bytes_of_head,
     flat,
     flat_output,
     has_nan,
-    launch_tiles,
     load_stats,
     output,
     over_tiles,
@@ -27,6 +25,7 @@ from flash_jax.triton.launch import (
     with_care,
 )
 from flash_jax.triton.operands import Reader, flattened, inputs, specs
+from flash_jax.triton.order import Grid, bytes_of_head, launch_tiles
 from flash_jax.triton.tiling import tile_for
 
 
@@ -181,14 +180,14 @@ def query_pass(
     arrays = flattened(extra, shape), residuals.flattened(), None if before is None else flat(before, 3)
     in_place = ds is not None and before is not None and before.dtype == ds.dtype
     aliases = {len(jax.tree.leaves(arrays)) - 1: len(jax.tree.leaves(out_shapes)) - 1} if in_place else {}
+    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, bytes_of_head(k, v) // shape.groups)
     call = launch_tiles(
         functools.partial(flash_attention_dq_kernel, spec=spec, tile=tile, shape=shape),
-        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        grid,
         ((specs(extra, shape, None), block, None if before is None else strip), out_specs),
         out_shapes,
         tile,
         spec,
-        bytes_of_head(k, v) // shape.groups,
         None if dq is not None else "flash_attention_row_sums_kernel",
         aliases,
     )

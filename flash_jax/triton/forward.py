@@ -13,17 +13,16 @@ from flash_jax.tiles.scores import LOG2_E, Scoring
 from flash_jax.triton import columns, instructions, online
 from flash_jax.triton.launch import (
     Shape,
-    bytes_of_head,
     flat,
     flat_output,
     has_nan,
-    launch_tiles,
     output,
     over_tiles,
     store_stats,
     with_care,
 )
 from flash_jax.triton.operands import Reader, View, flattened, inputs, specs
+from flash_jax.triton.order import Grid, bytes_of_head, launch_tiles
 from flash_jax.triton.tiling import Tile, tile_for
 
 
@@ -135,9 +134,10 @@ def forward(
 
     out = output((*lead, shape.T, shape.H, shape.Dv), jnp.float32 if wide else q.dtype, q)
     lse = output((*lead, shape.H, shape.T), jnp.float32, q)
+    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, bytes_of_head(k, v) // shape.groups)
     call = launch_tiles(
         functools.partial(flash_attention_forward_kernel, spec=spec, tile=tile, shape=shape),
-        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        grid,
         (
             (
                 specs(extra, shape, None),
@@ -152,7 +152,6 @@ def forward(
         (flat_output(out, 3), flat_output(lse, 2)),
         tile,
         spec,
-        bytes_of_head(k, v) // shape.groups,
     )
     out_flat, lse_flat = call(flattened(extra, shape), tuple(flat(x, 3) for x in arrays))
     return out_flat.reshape(out.shape), lse_flat.reshape(lse.shape)

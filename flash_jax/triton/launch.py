@@ -18,8 +18,6 @@ from flash_jax.tiles.masks import Int, TileRange
 from flash_jax.triton.columns import width
 from flash_jax.triton.tiling import Tile
 
-_CACHED = 16 * 2**20  # bytes that programs share of the cache of level 2: of the 40 MiB of an A100, or 50 of an H200
-
 Struct = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -212,78 +210,6 @@ def launch(
         interpret=spec.interpret,
         name=name or kernel.func.__name__,
     )
-
-
-def launch_tiles(
-    kernel: functools.partial,
-    grid: tuple[int, int, int],
-    specs: tuple[Any, Any],
-    outputs: Any,
-    tile: Tile,
-    spec: AttentionSpec,
-    streamed: int,
-    name: str | None = None,
-    aliases: dict[int, int] | None = None,
-) -> Callable:
-    """`launch` over (tiles, heads, examples) of a kernel that is given the number of its tile first.
-
-    A GPU starts programs in the order of the grid, the first dim fastest: tiles of one head, which share keys, run at
-    the same time. Where tiles are uneven several heads go together, first the first tile of each. These are the
-    heaviest, so that what runs last is light and all multiprocessors stop at about the same time. `streamed` are the
-    bytes that the programs of a head read over and over: for so many heads as go together the cache has room.
-    """
-    tiles, heads, examples = grid
-    together = heads_together(heads, streamed) if _uneven(spec) else 1
-    if together > 1:
-        grid = tiles * together, heads // together, examples
-        turned = functools.partial(_turned, together=together)
-        specs = jax.tree.map(turned, specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec))
-    numbered = functools.partial(_numbered, kernel, together)
-    return launch(numbered, grid, specs, outputs, tile, spec, name or kernel.func.__name__, aliases)
-
-
-def _numbered(kernel: Callable, together: int, *refs: Any) -> None:
-    kernel(_split(pl.program_id(0), together)[0], *refs)
-
-
-def _turned(block: pl.BlockSpec, together: int) -> pl.BlockSpec:
-    """The spec for a grid of (tiles x heads that go together, groups of such heads, examples)."""
-    index_map = block.index_map
-    if index_map is None:
-        return block
-
-    def turned(program, group, example):
-        tile, head = _split(program, together)
-        return index_map(tile, group * together + head, example)
-
-    return dataclasses.replace(block, index_map=turned)
-
-
-def _split(program: jax.Array, together: int) -> tuple[jax.Array, Int]:
-    """The tile of a program, and which of the heads that go together it is for.
-
-    Both from the first dim of the grid: of that alone the compiler knows how large it is.
-    """
-    if together == 1:
-        return program, 0
-    divisor = jnp.full_like(program, together)
-    return lax.div(program, divisor), lax.rem(program, divisor)
-
-
-def heads_together(heads: int, streamed: int) -> int:
-    """The largest divisor of `heads` of which the cache of level 2 has room for what is streamed."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * streamed <= _CACHED))
-
-
-def bytes_of_head(*arrays: jax.Array) -> int:
-    """Bytes that one head has in arrays [..., length, heads, dim]."""
-    return sum(x.shape[-3] * x.shape[-1] * x.dtype.itemsize for x in arrays)
-
-
-def _uneven(spec: AttentionSpec) -> bool:
-    """Whether the later a query is, the more keys it sees."""
-    left, right = spec.band
-    return left is None and right is not None and spec.chunk_size is None
 
 
 def flat_output(x: jax.ShapeDtypeStruct, rank: int) -> jax.ShapeDtypeStruct:

@@ -17,11 +17,9 @@ from flash_jax.triton.entries import probabilities
 from flash_jax.triton.forward import q_tile
 from flash_jax.triton.launch import (
     Shape,
-    bytes_of_head,
     flat,
     flat_output,
     has_nan,
-    launch_tiles,
     load_stats,
     output,
     over_tiles,
@@ -29,6 +27,7 @@ from flash_jax.triton.launch import (
     with_care,
 )
 from flash_jax.triton.operands import Inputs, Reader, View, flattened, inputs, specs
+from flash_jax.triton.order import Grid, bytes_of_head, launch_tiles
 from flash_jax.triton.tiling import tile_for
 
 _FEW = 8  # columns of a float32 head: so few that IEEE products need no more registers
@@ -307,9 +306,11 @@ def tangent(
     moving_block = Moving(rows(moving.q), keys(moving.k), keys(moving.v), specs(moving.extra, shape, None))
     d_out = output((*lead, *out.shape[-3:]), out.dtype, q)
     d_lse = output((*lead, *lse.shape[-2:]), lse.dtype, q)
+    streamed = bytes_of_head(k, v, *(x for x in (moving.k, moving.v) if x is not None)) // shape.groups
+    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, streamed)
     call = launch_tiles(
         functools.partial(flash_attention_tangent_kernel, spec=spec, tile=tile, shape=shape, mods=mods),
-        (pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples),
+        grid,
         (
             (specs(extra, shape, None), block, moving_block),
             (rows(d_out), shape.stats(d_lse, tile.block_q, None, place)),
@@ -317,7 +318,6 @@ def tangent(
         (flat_output(d_out, 3), flat_output(d_lse, 2)),
         tile,
         spec,
-        bytes_of_head(k, v, *(x for x in (moving.k, moving.v) if x is not None)) // shape.groups,
     )
     d_out_flat, d_lse_flat = call(flattened(extra, shape), given.flattened(), moving.flattened(shape))
     return d_out_flat.reshape(d_out.shape), d_lse_flat.reshape(d_lse.shape)

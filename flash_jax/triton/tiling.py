@@ -81,9 +81,14 @@ _TABLE_MOD = {
     ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
-# The rows that differ where plain scores of more than so many keys stream past: over few, a smaller tile is faster.
+# The rows that differ where plain scores of more than so many keys stream past.
 _LONG = 8192
-_TABLE_LONG = {("forward", 128, 2): Tile(128, 128, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
+_TABLE_LONG = {
+    ("forward", 64, 2): Tile(64, 64, 4, 3),
+    ("forward", 128, 2): Tile(128, 128, 8, 3),
+    ("dq", 64, 2): Tile(64, 64, 4, 3),
+    ("dkv", 128, 2): Tile(64, 128, 8, 3),
+}
 
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
@@ -146,12 +151,12 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
 
 
 def _is_long(name: str, spec: AttentionSpec, S: int) -> bool:
-    """Whether so many plain scores stream past that a larger tile is faster."""
+    """Whether so many plain scores stream past that another tile is faster, for which `_TABLE_LONG` has a row."""
     if S <= _LONG or spec.softcap is not None or spec.dropout_rate > 0 or spec.chunk_size is not None:
         return False
     left, right = spec.band
-    # Causal programs of the forward pass have all lengths, and small ones leave smaller gaps at the end.
-    return left is None and (name != "forward" or right is None)
+    # Causal programs of a query tile have all lengths, and several on a multiprocessor fill each other's gaps.
+    return left is None and (name == "dkv" or right is None)
 
 
 def apart(widths: tuple[int, int], itemsize: int) -> bool:
@@ -174,7 +179,10 @@ def sizer(
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     moving = name == "tangent"
     length, dense = _ragged(name, spec, q, k), _dense(operands, twice=moving) + _gathered(spec, twice=moving)
-    return functools.partial(shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense)
+    groups = q.shape[-2] // k.shape[-2]
+    return functools.partial(
+        shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense, groups=groups
+    )
 
 
 def _ragged(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array) -> int | None:
@@ -218,19 +226,30 @@ def padded(n: int) -> int:
     return max(_MIN_BLOCK, 1 << math.ceil(math.log2(n))) if n > 1 else _MIN_BLOCK
 
 
-def shared_bytes(
-    name: str, tile: Tile, widths: tuple[int, int], itemsize: int, length: int | None = None, dense: int = 0
+def shared_bytes(  # noqa: PLR0913
+    name: str,
+    tile: Tile,
+    widths: tuple[int, int],
+    itemsize: int,
+    length: int | None = None,
+    dense: int = 0,
+    groups: int = 1,
 ) -> int:
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
     `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
-    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads. The compile
-    lane holds this against what the compiler asks for.
+    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads, `groups` the
+    query heads that share a key. The compile lane holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
     staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
-    stages = tile.num_stages + (length is not None and length % stream > 0)
+    whole, rest = (0, 0) if length is None else divmod(length, stream)
+    stages = tile.num_stages + (rest > 0)
+    if name == "dkv" and groups > 1 and whole == 1 and rest > 0:
+        # No loop over tiles: that over heads is pipelined in its place, with both tiles, and P has a place of its own.
+        stages = 2 * tile.num_stages
+        staying += tile.block_q * tile.block_kv * itemsize
     arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
     if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
         arrays = 1  # ... which without a pipeline are not all there at once, but for warp groups' three TF32 products
