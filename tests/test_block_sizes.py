@@ -9,7 +9,7 @@ import pytest
 
 import flash_jax
 from flash_jax import BlockSizes
-from flash_jax.triton import tiling
+from flash_jax.triton import order, tiling
 from tests.support.accuracy import check
 from tests.support.cases import case
 from tests.support.programs import everything, values_and_gradients
@@ -42,6 +42,17 @@ def test_any_sizes(implementation, sizes):
     """Case B07, with its unequal blocks scaled down; values and all gradients."""
     c = case("B2-T63-S100-H4-K2-D24-f32")
     check(values_and_gradients(**OPTIONS), with_sizes(implementation, sizes), c.arrays(), c.cotangents())
+
+
+def test_the_order_of_programs_changes_nothing(monkeypatch):
+    """Four of eight query heads go together, and two of four heads of keys (triton/order.py)."""
+    monkeypatch.setattr(order, "_CACHED", 20_000)
+    c = case("B3-T37-S45-H8-K4-D16-f32")
+    assert order.heads_together(8, order.bytes_of_head(*c.arrays()[1:]) // 2) == 4
+    assert order.heads_together(4, order.bytes_of_head(c.arrays()[0], c.arrays()[0]) * 2) == 2
+    with flash_jax.interpret_mode():
+        attend = with_sizes("triton", BlockSizes(block_q=16, block_kv=16))
+        check(everything(causal=True), attend, c.arrays(), c.cotangents(), c.tangents())
 
 
 @pytest.mark.parametrize("sizes", [BlockSizes(block_q=1, block_kv=1), BlockSizes(block_q=5, block_kv=7)], ids=short)
