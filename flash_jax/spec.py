@@ -23,7 +23,7 @@ class BlockSizes:
       num_warps: warps (of 32 threads) that work on one tile: 1, 2, 4, 8 or 16.
       num_stages: depth of the software pipeline that loads tiles ahead; at least 1.
       dq: sizes for the pass that computes query gradients; None means the table's.
-      dkv: sizes for the pass that computes key and value gradients; None means the table's.
+      dkv: sizes for the pass that computes key and value gradients, by one kernel or two; None means the table's.
       tangent: sizes for the pass that computes tangents (`jax.jvp`); None means the table's.
 
     The four numbers hold for the forward pass, for both backward passes where `dq` and `dkv` are None, and where

@@ -257,9 +257,7 @@ def estimate(name, call, gpu):
     spec, x = call
     with gpu_compile.lowering_for(gpu):
         tile = tiling.tile_for(name, spec, x, x, x, Operands())
-    widths = (tiling.padded(x.shape[-1]),) * 2
-    length = None if spec.causal else x.shape[-3]
-    return tiling.shared_bytes(name, tile, widths, x.dtype.itemsize, length)
+        return tiling.sizer(name, spec, x, x, x, Operands())(tile)
 
 
 @a_target

@@ -12,6 +12,7 @@ import flash_jax
 from flash_jax import compat
 from flash_jax.spec import AttentionSpec, Operands
 from flash_jax.triton import launch, order, tiling
+from flash_jax.tuning.candidates import name_of
 from tests.support import gpu_compile
 from tests.support.cases import case
 from tests.support.mods import READS, documents, same_document_nearby
@@ -220,6 +221,44 @@ def test_the_table_fits_every_gpu(head_dim, dtype, gpu, limit):
     for name, tile in tiles.items():
         assert tiling.shared_bytes(name, tile, widths, x.dtype.itemsize) <= limit * 1024
         assert min(tile.block_q, tile.block_kv) >= 16
+
+
+def tile_of(name, q, k, operands=None, gpu="NVIDIA H200", **options):
+    """The tile of a pass, written 128x64w8s2."""
+    with gpu_compile.lowering_for(gpu):
+        return name_of(tiling.tile_for(name, AttentionSpec(**options), q, k, k, operands or Operands()))
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100", "NVIDIA H200"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+def test_sizes_that_fit_are_taken(masked, gpu):
+    """Where heads share keys and have a tile and a half each: the compiler asks for 105 and 76 KiB on the A100."""
+    sizes = flash_jax.BlockSizes(dkv=flash_jax.BlockSizes(block_q=64, block_kv=64, num_warps=8, num_stages=2))
+    operands = Operands(mask=struct(1, 1, 100, 100, dtype="bool") if masked else None)
+    got = tile_of("dkv", struct(1, 100, 6, 128), struct(1, 100, 2, 128), operands, gpu, block_sizes=sizes)
+    assert got == "64x64w8s2"
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "lengths", "gpu", "options", "expected"),
+    [
+        ("dq", 256, (1024, 1024), "NVIDIA H200", {}, "128x64w8s1"),
+        ("dq", 256, (1000, 1000), "NVIDIA H200", {}, "128x32w8s2"),  # for which a last tile leaves no room
+        ("dq", 256, (1024, 1024), "NVIDIA H200", {"softcap": 30.0}, "128x32w8s2"),
+        ("dq", 256, (16, 1024), "NVIDIA H200", {}, "16x32w8s2"),
+        ("dkv", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "64x128w8s3"),
+        ("dkv", 128, (16, 2**14), "NVIDIA H200", {}, "16x64w4s2"),  # queries stream past
+        ("dkv", 128, (2**14, 512), "NVIDIA H200", {}, "64x128w8s3"),
+        ("dkv", 128, (2**14, 2**14), "NVIDIA L4", {}, "64x64w8s2"),
+        ("forward", 128, (512, 2**14), "NVIDIA H200", {}, "128x128w8s3"),
+        ("forward", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "128x64w4s2"),
+        ("forward", 128, (2**14, 2**14), "NVIDIA RTX PRO 6000", {}, "128x64w4s2"),
+    ],
+)
+def test_rows_for_plain_scores(name, head_dim, lengths, gpu, options, expected):
+    """They are taken where they were measured to be faster and fit, and nowhere else."""
+    q, k = (struct(1, n, 2, head_dim) for n in lengths)
+    assert tile_of(name, q, k, gpu=gpu, **options) == expected
 
 
 # Offsets.

@@ -116,8 +116,7 @@ def _launched(
     columns = (("bias",) if wanted.bias == "columns" else ()) + wanted.of_kind("columns")
     if "key" in own or "value" in own or columns:
         dtypes = dtype(k, "key"), dtype(v, "value")
-        found["key"], found["value"], entries = key_value_pass(residuals, operands, lead, dtypes, columns, spec)
-        found |= entries
+        found |= key_value_pass(residuals, operands, lead, dtypes, own, columns, spec)
     if wanted.bias == "columns":
         column = found["bias"][..., None, :]
         found["bias"] = sum_to(column, (*own["bias"], operands.bias.shape[-3], 1, k.shape[-3]))

@@ -1,7 +1,7 @@
 """Backward kernel for what belongs to a key: gradients of key and value, and sums over its column of scores."""
 
 import functools
-from typing import Any
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
     """dV_j = sum_i P_ij^T dO_i and dK_j = scale sum_i dS_ij^T Q_i, over all rows and query heads (lines 11-16).
 
     One program computes block_kv rows of one key/value head, adding up the query heads that share it; query tiles
-    stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. Grid: (kv tiles, K,
-    examples). One of dk_ref and dv_ref may be None: then what only the other gradient needs is computed.
+    stream past. It works on S^T = K_j Q_i^T, so that P^T and dS^T feed the products as they are. One of dk_ref and
+    dv_ref may be None: then what only the other gradient needs is computed.
 
     `column_refs`, by name and where there is a dk_ref, take sums over the rows for each query head: "bias" that of dS,
     the gradient of a bias that is the same for all queries, and "read.n" that of x dS, with x the derivative of the
@@ -49,7 +49,7 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
     inside = within if inside is None else inside
     whole = (slice(None),)
     k = columns.load(refs.k, whole, inside, shape.D)  # [block_kv, D]
-    v = None if dk_ref is None else columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
+    v = () if dk_ref is None else columns.load(refs.v, whole, inside, shape.Dv)  # [block_kv, Dv]
 
     def body(i, carry, head, careful, masked):
         dk, dv, sums = carry
@@ -63,7 +63,7 @@ def flash_attention_dkv_kernel(  # noqa: PLR0913
         p = probabilities(qk, lse[None, :], view, scoring)
         if dv is not None:
             dv = columns.add_product(dv, p[1], out_ct, spec)
-        if v is None:
+        if dk is None:
             return dk, dv, sums
         delta = load_stats(refs.delta.at[head, here], view.keep)
         ds = score_gradient(p, columns.inner(v, out_ct, spec), delta[None, :], view, scoring, spec)
@@ -120,21 +120,27 @@ def key_value_pass(
     operands: Operands,
     lead: tuple[int, ...],
     dtypes: tuple[jnp.dtype, jnp.dtype],
+    wanted: Collection[str],
     columns_wanted: tuple[str, ...],
     spec: AttentionSpec,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(dk, dv) of `dtypes`, and the named sums over each column [..., H, S], with all leading dims."""
-    run = functools.partial(_launch, residuals, operands, lead, dtypes, spec=spec)
+) -> dict[str, jax.Array]:
+    """{"key": dk, "value": dv}, of `dtypes`, and the named sums over each column [..., H, S], with all leading dims.
+
+    `wanted` are names of these two. More may be found.
+    """
     q, k, v = residuals[:3]
-    if not apart((padded(q.shape[-1]), padded(v.shape[-1])), k.dtype.itemsize):
-        return run(columns_wanted)
-    _, dv, _ = run((), which="v")
-    dk, _, sums = run(columns_wanted, which="k")
-    return dk, dv, sums
+    if apart((padded(q.shape[-1]), padded(v.shape[-1])), k.dtype.itemsize):
+        kernels = [("key",)] * ("key" in wanted or columns_wanted != ()) + [("value",)] * ("value" in wanted)
+    else:
+        kernels = [("key", "value")]
+    found = {}
+    for names in kernels:
+        found |= _launch(residuals, operands, lead, dtypes, names, columns_wanted if "key" in names else (), spec)
+    return found
 
 
-def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="kv") -> tuple[Any, Any, dict]:  # noqa: PLR0913
-    """As `key_value_pass` by one kernel; None in the place of dk or dv where its letter is not in `which`."""
+def _launch(residuals, operands, lead, dtypes, names, columns_wanted, spec):  # noqa: PLR0913
+    """As `key_value_pass`, by one kernel for the gradients in `names`."""
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
     tile = tile_for("dkv", spec, q, k, v, operands)
@@ -147,8 +153,8 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="k
         return 0, h  # the h-th block of `groups` query heads
 
     dk, dv = (
-        output((*lead, *x.shape[-3:]), dtype, x) if letter in which else None
-        for letter, x, dtype in zip("kv", (k, v), dtypes, strict=True)
+        output((*lead, *x.shape[-3:]), dtype, x) if name in names else None
+        for name, x, dtype in zip(("key", "value"), (k, v), dtypes, strict=True)
     )
     column = output((*lead, shape.H, shape.S), jnp.float32, k)
     block = Residuals(
@@ -178,8 +184,9 @@ def _launch(residuals, operands, lead, dtypes, columns_wanted, *, spec, which="k
         ),
         tile,
         spec,
-        f"flash_attention_d{which}_kernel",
+        f"flash_attention_d{''.join(name[0] for name in names)}_kernel",
     )
-    *found, sums = call(flattened(extra, shape), residuals.flattened())
-    dk, dv = (None if x is None else y.reshape(x.shape) for x, y in zip((dk, dv), found, strict=True))
-    return dk, dv, {name: x.reshape(column.shape) for name, x in sums.items()}
+    *gradients, sums = call(flattened(extra, shape), residuals.flattened())
+    pairs = zip(("key", "value"), (dk, dv), gradients, strict=True)
+    found = {name: y.reshape(x.shape) for name, x, y in pairs if x is not None}
+    return found | {name: x.reshape(column.shape) for name, x in sums.items()}

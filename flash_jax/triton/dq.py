@@ -34,7 +34,7 @@ def flash_attention_dq_kernel(  # noqa: PLR0913
 ):
     """dQ_i = scale sum_j dS_ij K_j, with dS = P * (dO V^T - delta) and P = exp(S - L) (algorithm 2, lines 11-15).
 
-    One program computes block_q rows of one query head; key/value tiles stream past. Grid: (query tiles, H, examples).
+    One program computes block_q rows of one query head; key/value tiles stream past.
     `sum_refs`, by name, take sums over each row: "ds", "p", and for "scale", "alibi_slopes" and "read.n" those of x dS
     and x P, with x = q . k (bent by softcap and score_mod), x = -distance, and x the derivative of the score to what
     the n-th read of the score_mod gives. dq_ref is None where only these are wanted. ds_ref, unless it is None, takes

@@ -33,8 +33,8 @@ def flash_attention_forward_kernel(program, extra, arrays, out_ref, lse_ref, *, 
     and sum l of its rows stay in registers while key/value tiles stream past; with S = scale Q_i K_j^T (and softcap,
     bias, alibi),
         m' = max(m, rowmax S),  P = exp(S - m'),  l = exp(m - m') l + rowsum P,  O = exp(m - m') O + P V_j,
-    and O is divided by l once, at the end. Where a low softcap bounds all scores, m is a constant. Grid: (query tiles,
-    H, examples). Tiles that need a mask run before those that do not; tiles with nothing visible are not visited.
+    and O is divided by l once, at the end. Where a low softcap bounds all scores, m is a constant. Tiles
+    that need a mask run before those that do not; tiles with nothing visible are not visited.
     """
     q_ref, k_ref, v_ref = arrays
     reader = Reader.of(extra, spec, shape, tile)

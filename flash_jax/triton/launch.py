@@ -23,7 +23,7 @@ Struct = jax.Array | jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of one call, and the block specs that follow from them; the grid is (tiles, heads, examples).
+    """The sizes of one call, and the block specs that follow from them, for programs of a tile, head and example.
 
     `lead` are the full leading dims, flattened into examples; an operand whose own leading dims are of size 1 in places
     is read in place by index, not copied.
@@ -88,7 +88,7 @@ class Shape:
     def rows(self, x: Struct, rows: int | None, heads: int | None, place: Callable) -> pl.BlockSpec:
         """Spec for x [..., length, heads, dim]: `rows` of them (None: all) of one head (or of `heads`).
 
-        `place(tile, head)` gives the indices of the row block and the head (or head block) from the grid's first two.
+        `place(tile, head)` gives the indices of the row block and the head (or head block) from those of a program.
         """
         example = self.example(x.shape[:-3])
 

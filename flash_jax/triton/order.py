@@ -67,7 +67,7 @@ def heads_together(heads: int, streamed: int) -> int:
 
 
 def _uneven(spec: AttentionSpec) -> bool:
-    """Whether the later a query is, the more keys it sees."""
+    """Whether a later query may see more keys, as far as can be told from the options."""
     left, right = spec.band
     return left is None and right is not None and spec.chunk_size is None
 

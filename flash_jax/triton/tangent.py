@@ -194,7 +194,7 @@ def flash_attention_tangent_kernel(  # noqa: PLR0913
     sum of dO is over what dropout keeps of P.
 
     One program computes block_q rows of one query head; keys, values and their tangents stream past: the two products
-    of dS go into one accumulator, dS V and P dV into another. Grid: (query tiles, H, examples).
+    of dS go into one accumulator, dS V and P dV into another.
 
     A number taken off all dS of a row, and off dL, changes nothing but rounding. Some inputs may move a row's scores
     together by far more than apart (`tiles.rows.may_shift`); for these a first loop, over scores alone, finds the mean

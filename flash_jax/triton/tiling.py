@@ -41,7 +41,7 @@ _TABLE = {
     ("forward", 256, 2): Tile(128, 64, 8, 2),
     ("dq", 64, 2): Tile(64, 64, 4, 2),
     ("dq", 128, 2): Tile(64, 64, 4, 2),
-    ("dq", 256, 2): Tile(128, 64, 8, 1),
+    ("dq", 256, 2): Tile(128, 32, 8, 2),
     ("dkv", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(64, 64, 4, 2),
     ("dkv", 256, 2): Tile(32, 128, 8, 3),
@@ -66,13 +66,9 @@ _TABLE = {
 }
 
 # The rows that differ where a tile of bias or mask is held beside the scores, where ids or positions are, and where
-# what a score_mod or mask_mod reads is (those, and dq at 256, by spills alone: not timed yet).
-_TABLE_DENSE = {
-    ("forward", 128, 2): Tile(128, 32, 4, 3),
-    ("dq", 256, 2): Tile(128, 32, 8, 2),
-    ("tangent", 128, 2): Tile(128, 32, 8, 2),
-}
-_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3), ("dq", 256, 2): Tile(128, 32, 8, 2)}
+# what a score_mod or mask_mod reads is (those by spills alone: not timed yet).
+_TABLE_DENSE = {("forward", 128, 2): Tile(128, 32, 4, 3), ("tangent", 128, 2): Tile(128, 32, 8, 2)}
+_TABLE_SCANNED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 _TABLE_MOD = {
     ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dkv", 64, 2): Tile(32, 64, 4, 2),
@@ -81,7 +77,9 @@ _TABLE_MOD = {
     ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
-# The rows that differ where plain scores of more than so many keys stream past.
+# The rows that differ where scores are plain, so that a kernel needs the fewest registers, and where more than so many
+# of them stream past; if the GPU has room for such a tile.
+_TABLE_PLAIN = {("dq", 256, 2): Tile(128, 64, 8, 1)}
 _LONG = 8192
 _TABLE_LONG = {
     ("forward", 64, 2): Tile(64, 64, 4, 3),
@@ -126,18 +124,21 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     device, capability = ("interpret mode", None) if spec.interpret else compat.gpu_description()
     chosen = _overrides(spec.block_sizes, name)
     key = name, max(64, *widths), itemsize
-    row = _row(capability, key, operands, _is_long(name, spec, k.shape[-3]))
-    if spec.softcap is not None and (capability or "").startswith("8."):
+    row, (T, S) = _row(capability, key, operands), (q.shape[-3], k.shape[-3])
+    if spec.softcap is not None and _is_ampere(capability):
         row = _TABLE_8_SOFTCAP.get(key, row)
-    tile = dataclasses.replace(row, **chosen)
-    if "block_q" not in chosen:
-        tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(q.shape[-3])))
-    if "block_kv" not in chosen:
-        tile = dataclasses.replace(tile, block_kv=min(tile.block_kv, padded(k.shape[-3])))
+    plain = not _is_ampere(capability) and _is_plain(spec, operands)
+
+    def cut(row: Tile) -> Tile:
+        blocks = {"block_q": min(row.block_q, padded(T)), "block_kv": min(row.block_kv, padded(S))}
+        return dataclasses.replace(row, **(blocks | chosen))
+
+    tiles = [cut(x) for x in (*(_rows_for_plain(key, spec, T, S) if plain else ()), row)]
     if spec.interpret:
-        return tile
+        return tiles[0]
     limit = shared_limit(capability)
     size = sizer(name, spec, q, k, v, operands)
+    tile = next((tile for tile in tiles if size(tile) <= limit), tiles[-1])
     needed = size(tile)
     inherited = name == "tangent" and spec.block_sizes is not None and spec.block_sizes.tangent is None
     if needed > limit and chosen and not inherited:
@@ -150,13 +151,24 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
     return _shrink(tile, size, limit)
 
 
-def _is_long(name: str, spec: AttentionSpec, S: int) -> bool:
-    """Whether so many plain scores stream past that another tile is faster, for which `_TABLE_LONG` has a row."""
-    if S <= _LONG or spec.softcap is not None or spec.dropout_rate > 0 or spec.chunk_size is not None:
-        return False
-    left, right = spec.band
-    # Causal programs of a query tile have all lengths, and several on a multiprocessor fill each other's gaps.
-    return left is None and (name == "dkv" or right is None)
+def _is_plain(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether a kernel has next to nothing but products and exponentials to compute."""
+    mods, bent = operands.mod_heads is not None, spec.softcap is not None or spec.dropout_rate > 0
+    return not (mods or bent or _dense(operands) or ranges.is_scanned(operands))
+
+
+def _rows_for_plain(key: tuple[str, int, int], spec: AttentionSpec, T: int, S: int) -> list[Tile]:
+    """The rows for plain scores, the one to prefer first."""
+    by_key, (left, right) = key[0] == "dkv", spec.band
+    long = (T if by_key else S) > _LONG and left is None and spec.chunk_size is None
+    if right is not None and not by_key:
+        long = False  # causal programs of a query tile have all lengths: two on a multiprocessor fill each other's gaps
+    tables = [*([_TABLE_LONG] if long else []), *([_TABLE_PLAIN] if T > 64 else [])]
+    return [table[key] for table in tables if key in table]
+
+
+def _is_ampere(capability: str | None) -> bool:
+    return (capability or "").startswith("8.")
 
 
 def apart(widths: tuple[int, int], itemsize: int) -> bool:
@@ -168,7 +180,7 @@ def apart(widths: tuple[int, int], itemsize: int) -> bool:
 
 
 def shared_limit(capability: str | None) -> int:
-    """Bytes of shared memory that one program may use, by compute capability, None where that is unknown."""
+    """Bytes of shared memory that one program may use, by compute capability (None: not known)."""
     return _SHARED_KIB.get(capability or "unknown", _SHARED_KIB_OTHER) * 1024
 
 
@@ -179,9 +191,16 @@ def sizer(
     widths = padded(q.shape[-1]), padded(v.shape[-1])
     moving = name == "tangent"
     length, dense = _ragged(name, spec, q, k), _dense(operands, twice=moving) + _gathered(spec, twice=moving)
-    groups = q.shape[-2] // k.shape[-2]
+    in_closed_form = operands.mask is None and spec.mask_mod is None and not ranges.is_scanned(operands)
     return functools.partial(
-        shared_bytes, name, widths=widths, itemsize=q.dtype.itemsize, length=length, dense=dense, groups=groups
+        shared_bytes,
+        name,
+        widths=widths,
+        itemsize=q.dtype.itemsize,
+        length=length,
+        dense=dense,
+        over_heads=q.shape[-2] > k.shape[-2] and in_closed_form,
+        capability=None if spec.interpret else compat.gpu_description()[1],
     )
 
 
@@ -205,9 +224,9 @@ def _gathered(spec: AttentionSpec, twice: bool = False) -> int:
     return (8 if twice else 4) * sum(read.kind not in ("rows", "columns") for read in reads)
 
 
-def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, long: bool) -> Tile:
+def _row(capability: str | None, key: tuple[str, int, int], operands: Operands) -> Tile:
     """The table's row for a GPU; passes beside the three have that of dq where they have none of their own."""
-    ampere = (capability or "").startswith("8.")
+    ampere = _is_ampere(capability)
     if operands.mod_heads is not None:
         own = _TABLE_MOD
     elif ampere:
@@ -215,10 +234,10 @@ def _row(capability: str | None, key: tuple[str, int, int], operands: Operands, 
     elif _dense(operands):
         own = _TABLE_DENSE
     else:
-        own = _TABLE_SCANNED if ranges.is_scanned(operands) else _TABLE_LONG if long else {}
+        own = _TABLE_SCANNED if ranges.is_scanned(operands) else {}
     tables = [own, *([_TABLE_8] if ampere else []), _TABLE]
     found = next((table[key] for table in tables if key in table), None)
-    return _row(capability, ("dq", *key[1:]), operands, long) if found is None else found
+    return _row(capability, ("dq", *key[1:]), operands) if found is None else found
 
 
 def padded(n: int) -> int:
@@ -233,22 +252,24 @@ def shared_bytes(  # noqa: PLR0913
     itemsize: int,
     length: int | None = None,
     dense: int = 0,
-    groups: int = 1,
+    over_heads: bool = False,
+    capability: str | None = None,
 ) -> int:
     """Bytes of shared memory that a pass asks for, at most: tiles that stay, and `num_stages` of those that stream.
 
     `length` is that along which they stream, where it is not cut by a mask: if it is no multiple of the tile, the last
-    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads, `groups` the
-    query heads that share a key. The compile lane holds this against what the compiler asks for.
+    one is loaded beside the loop's. `dense` are the bytes of bias, mask and mods that each entry reads. `over_heads` is
+    whether dkv has a loop over heads around that over tiles, of which the compiler may know that it has one step. The
+    compile lane holds this against what the compiler asks for.
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
     staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
     whole, rest = (0, 0) if length is None else divmod(length, stream)
     stages = tile.num_stages + (rest > 0)
-    if name == "dkv" and groups > 1 and whole == 1 and rest > 0:
-        # No loop over tiles: that over heads is pipelined in its place, with both tiles, and P has a place of its own.
-        stages = 2 * tile.num_stages
+    if name == "dkv" and over_heads and whole == 1 and rest > 0 and tile.num_stages > 1:
+        # The loop over heads is pipelined in its place, with both tiles, and P has a place of its own.
+        stages = max(stages, 2 * (tile.num_stages - _is_ampere(capability)))
         staying += tile.block_q * tile.block_kv * itemsize
     arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
     if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
