@@ -351,6 +351,22 @@ def test_dk_and_dv_have_a_kernel_each_at_wide_head_dims(head_dims, dtype, apart)
     assert ours == ({"dq", "dk", "dv"} if apart else {"dq", "dkv"})
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [(0, {"dq"}), (1, {"dk"}), (2, {"dv"}), (3, {"dk"})],
+    ids=["query", "key", "value", "bias"],
+)
+def test_what_nobody_wants_costs_no_kernel(argument, expected):
+    """At a wide head dim; a bias that is the same for all queries gets its gradient from the kernel of dk."""
+
+    def loss(q, k, v, bias):
+        return flash_jax.flash_attention(q, k, v, bias, implementation="triton").astype(jnp.float32).sum()
+
+    x, bias = struct(1, 128, 2, 256), struct(1, 1, 1, 128, dtype="float32")
+    kernels = gpu_compile.triton_ir(gpu_compile.lower(jax.grad(loss, argument), x, x, x, bias))
+    assert {name.split("_")[2] for name in kernels} - {"forward"} == expected
+
+
 @pytest.mark.parametrize(("room", "together"), [(0, 1), (1, 1), (5, 3), (6, 6), (7, 6)])
 def test_heads_that_go_together_divide_all(room, together, monkeypatch):
     """So that each program of the grid has a tile to work on."""

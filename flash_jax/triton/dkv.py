@@ -129,11 +129,10 @@ def key_value_pass(
     `wanted` are names of these two. More may be found.
     """
     q, k, v = residuals[:3]
+    kernels, found = [("key", "value")], {}
     if apart((padded(q.shape[-1]), padded(v.shape[-1])), k.dtype.itemsize):
-        kernels = [("key",)] * ("key" in wanted or columns_wanted != ()) + [("value",)] * ("value" in wanted)
-    else:
-        kernels = [("key", "value")]
-    found = {}
+        needed = {*wanted, *(("key",) if columns_wanted else ())}  # sums over columns are dk's by-products
+        kernels = [(name,) for name in ("key", "value") if name in needed]
     for names in kernels:
         found |= _launch(residuals, operands, lead, dtypes, names, columns_wanted if "key" in names else (), spec)
     return found
