@@ -25,7 +25,7 @@ _CACHED = 16 * 2**20  # bytes that programs share of the cache of level 2: of th
 
 
 class Grid(NamedTuple):
-    """Of what there is a program each, and the bytes that all programs of a head read, see `bytes_of_head`."""
+    """How many there are of what has a program each; `streamed` are the bytes that the programs of a head all read."""
 
     tiles: int
     heads: int
