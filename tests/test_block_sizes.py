@@ -44,15 +44,28 @@ def test_any_sizes(implementation, sizes):
     check(values_and_gradients(**OPTIONS), with_sizes(implementation, sizes), c.arrays(), c.cotangents())
 
 
-def test_the_order_of_programs_changes_nothing(monkeypatch):
-    """Four of eight query heads go together, and two of four heads of keys (triton/order.py)."""
-    monkeypatch.setattr(order, "_CACHED", 20_000)
+@pytest.mark.parametrize(
+    ("room", "options", "shapes", "together"),
+    [
+        (20_000, {"causal": True}, {}, (4, 1)),
+        (1_000_000, {"causal": True}, {"bias": (1, 1, 37, 45)}, (8, 1)),
+        (20_000, {"causal": True}, {"bias": (1, 8, 37, 45)}, (1, 3)),
+        (20_000, {}, {"bias": (1, 8, 37, 45)}, (1, 3)),
+        (20_000, {}, {"bias": (3, 1, 37, 45)}, (4, 1)),
+        (20_000, {}, {"bias": (1, 1, 37, 1)}, (1, 1)),
+    ],
+    ids=["causal", "bias-for-all-causal", "bias-by-head-causal", "bias-by-head", "bias-by-example", "bias-by-query"],
+)
+def test_the_order_of_programs_changes_nothing(room, options, shapes, together, monkeypatch):
+    """Heads and examples whose programs go together, counted for the forward pass (triton/order.py)."""
+    seen, grid_of = [], order.Grid.of
+    monkeypatch.setattr(order, "_CACHED", room)
+    monkeypatch.setattr(order.Grid, "of", lambda *given: seen.append(grid_of(*given)) or seen[-1])
     c = case("B3-T37-S45-H8-K4-D16-f32")
-    assert order.heads_together(8, order.bytes_of_head(*c.arrays()[1:]) // 2) == 4
-    assert order.heads_together(4, order.bytes_of_head(c.arrays()[0], c.arrays()[0]) * 2) == 2
     with flash_jax.interpret_mode():
         attend = with_sizes("triton", BlockSizes(block_q=16, block_kv=16))
-        check(everything(causal=True), attend, c.arrays(), c.cotangents(), c.tangents())
+        check(everything(**options), attend, c.inputs(**shapes), c.cotangents(), c.inputs(1, **shapes))
+    assert seen[0] == (3, 8, 3, *together)
 
 
 @pytest.mark.parametrize("sizes", [BlockSizes(block_q=1, block_kv=1), BlockSizes(block_q=5, block_kv=7)], ids=short)

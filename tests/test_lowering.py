@@ -248,9 +248,20 @@ def test_sizes_that_fit_are_taken(masked, gpu):
         ("dq", 256, (16, 1024), "NVIDIA H200", {}, "16x32w8s2"),
         ("dkv", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "64x128w8s3"),
         ("dkv", 128, (16, 2**14), "NVIDIA H200", {}, "16x64w4s2"),  # queries stream past
-        ("dkv", 128, (2**14, 512), "NVIDIA H200", {}, "64x128w8s3"),
+        ("dkv", 128, (2**14, 512), "NVIDIA H200", {}, "32x64w4s3"),
+        ("dkv", 128, (2**14 + 16, 512), "NVIDIA H200", {}, "64x64w4s2"),
+        ("dq", 128, (512, 2**14), "NVIDIA H200", {"causal": True}, "128x32w8s3"),
+        ("dq", 128, (512, 2**14), "NVIDIA H200", {"causal": True, "window": (9, 0)}, "64x64w4s2"),
         ("dkv", 128, (2**14, 2**14), "NVIDIA L4", {}, "64x64w8s2"),
-        ("forward", 128, (512, 2**14), "NVIDIA H200", {}, "128x128w8s3"),
+        ("forward", 64, (512, 1024), "NVIDIA H200", {}, "64x128w4s3"),
+        ("forward", 64, (512, 1000), "NVIDIA H200", {}, "128x64w4s3"),
+        ("forward", 64, (512, 1024), "NVIDIA H200", {"chunk_size": 64}, "128x64w4s3"),
+        ("forward", 128, (512, 1024), "NVIDIA H200", {"window": (255, 0)}, "64x64w4s3"),
+        ("forward", 128, (512, 1024), "NVIDIA H200", {"window": (1023, 0)}, "128x64w4s2"),
+        ("forward", 128, (512, 1024), "NVIDIA H200", {"window": (255, None)}, "128x64w4s2"),
+        ("forward", 128, (512, 1024), "NVIDIA H200", {"causal": True, "chunk_size": 2048}, "64x64w4s3"),
+        ("forward", 128, (512, 2**14), "NVIDIA H200", {}, "64x64w4s3"),
+        ("forward", 128, (512, 2**14 + 16), "NVIDIA H200", {}, "128x64w4s2"),
         ("forward", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "128x64w4s2"),
         ("forward", 128, (2**14, 2**14), "NVIDIA RTX PRO 6000", {}, "128x64w4s2"),
     ],
@@ -367,8 +378,16 @@ def test_what_nobody_wants_costs_no_kernel(argument, expected):
     assert {name.split("_")[2] for name in kernels} - {"forward"} == expected
 
 
-@pytest.mark.parametrize(("room", "together"), [(0, 1), (1, 1), (5, 3), (6, 6), (7, 6)])
-def test_heads_that_go_together_divide_all(room, together, monkeypatch):
-    """So that each program of the grid has a tile to work on."""
-    monkeypatch.setattr(order, "_CACHED", room * 100)
-    assert order.heads_together(6, 100) == together
+@pytest.mark.parametrize("together", [(1, 1), (3, 1), (1, 2), (3, 2), (6, 4)])
+def test_each_tile_of_each_head_has_one_program(together):
+    grid = order.Grid(5, 6, 4, *together)
+    places = {tuple(map(int, grid.place(*map(jnp.int32, program)))) for program in np.ndindex(grid.dims)}
+    assert len(places) == np.prod(grid.dims) == 5 * 6 * 4
+    assert tuple(map(max, zip(*places, strict=True))) == (4, 5, 3)
+
+
+def test_programs_that_go_together_are_next_to_each_other():
+    """First tile 0 of all heads and examples of the group, then tile 1: so they read one bias, and the light end late."""
+    grid = order.Grid(5, 6, 4, 3, 2)
+    first = [tuple(map(int, grid.place(jnp.int32(n), 1, 0))) for n in range(7)]
+    assert first == [(0, 3, 0), (0, 4, 0), (0, 5, 0), (0, 3, 1), (0, 4, 1), (0, 5, 1), (1, 3, 0)]

@@ -164,9 +164,8 @@ def _launch(residuals, operands, lead, dtypes, names, columns_wanted, spec):  # 
         shape.stats(residuals.lse, None, shape.groups, whole),
         shape.stats(residuals.delta, None, shape.groups, whole),
     )
-    grid = Grid(
-        pl.cdiv(shape.S, tile.block_kv), shape.K, shape.examples, bytes_of_head(q, residuals.out_ct) * shape.groups
-    )
+    streamed = bytes_of_head(q, residuals.out_ct) * shape.groups
+    grid = Grid.of(pl.cdiv(shape.S, tile.block_kv), shape.K, streamed, shape, operands, spec)
     call = launch_tiles(
         functools.partial(flash_attention_dkv_kernel, spec=spec, tile=tile, shape=shape),
         grid,

@@ -180,7 +180,8 @@ def query_pass(
     arrays = flattened(extra, shape), residuals.flattened(), None if before is None else flat(before, 3)
     in_place = ds is not None and before is not None and before.dtype == ds.dtype
     aliases = {len(jax.tree.leaves(arrays)) - 1: len(jax.tree.leaves(out_shapes)) - 1} if in_place else {}
-    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, bytes_of_head(k, v) // shape.groups)
+    streamed = bytes_of_head(k, v) // shape.groups
+    grid = Grid.of(pl.cdiv(shape.T, tile.block_q), shape.H, streamed, shape, operands, spec)
     call = launch_tiles(
         functools.partial(flash_attention_dq_kernel, spec=spec, tile=tile, shape=shape),
         grid,

@@ -134,7 +134,8 @@ def forward(
 
     out = output((*lead, shape.T, shape.H, shape.Dv), jnp.float32 if wide else q.dtype, q)
     lse = output((*lead, shape.H, shape.T), jnp.float32, q)
-    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, bytes_of_head(k, v) // shape.groups)
+    streamed = bytes_of_head(k, v) // shape.groups
+    grid = Grid.of(pl.cdiv(shape.T, tile.block_q), shape.H, streamed, shape, operands, spec)
     call = launch_tiles(
         functools.partial(flash_attention_forward_kernel, spec=spec, tile=tile, shape=shape),
         grid,

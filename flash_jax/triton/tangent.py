@@ -306,8 +306,8 @@ def tangent(
     moving_block = Moving(rows(moving.q), keys(moving.k), keys(moving.v), specs(moving.extra, shape, None))
     d_out = output((*lead, *out.shape[-3:]), out.dtype, q)
     d_lse = output((*lead, *lse.shape[-2:]), lse.dtype, q)
-    streamed = bytes_of_head(k, v, *(x for x in (moving.k, moving.v) if x is not None)) // shape.groups
-    grid = Grid(pl.cdiv(shape.T, tile.block_q), shape.H, shape.examples, streamed)
+    streamed = bytes_of_head(k, v, moving.k, moving.v) // shape.groups
+    grid = Grid.of(pl.cdiv(shape.T, tile.block_q), shape.H, streamed, shape, operands, spec)
     call = launch_tiles(
         functools.partial(flash_attention_tangent_kernel, spec=spec, tile=tile, shape=shape, mods=mods),
         grid,

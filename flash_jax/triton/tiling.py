@@ -77,16 +77,19 @@ _TABLE_MOD = {
     ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
-# The rows that differ where scores are plain, so that a kernel needs the fewest registers, and where more than so many
-# of them stream past; if the GPU has room for such a tile.
+# The rows that differ where scores are plain, so that a kernel needs the fewest registers: always, with more than
+# `_LONG` that stream past, without any band, with both, and in chunks or a window of at most `_SHORT`. Not where a last
+# tile would take the memory of one more stage, or the GPU has too little.
+_LONG, _SHORT = 8192, 512
 _TABLE_PLAIN = {("dq", 256, 2): Tile(128, 64, 8, 1)}
-_LONG = 8192
-_TABLE_LONG = {
-    ("forward", 64, 2): Tile(64, 64, 4, 3),
-    ("forward", 128, 2): Tile(128, 128, 8, 3),
+_TABLE_LONG = {("dq", 128, 2): Tile(128, 32, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
+_TABLE_WHOLE = {("forward", 64, 2): Tile(64, 128, 4, 3)}
+_TABLE_LONG_WHOLE = {
+    ("forward", 128, 2): Tile(64, 64, 4, 3),
     ("dq", 64, 2): Tile(64, 64, 4, 3),
-    ("dkv", 128, 2): Tile(64, 128, 8, 3),
+    ("dkv", 128, 2): Tile(32, 64, 4, 3),
 }
+_TABLE_SHORT = {("forward", 128, 2): Tile(64, 64, 4, 3)}
 
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
@@ -133,7 +136,7 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
         blocks = {"block_q": min(row.block_q, padded(T)), "block_kv": min(row.block_kv, padded(S))}
         return dataclasses.replace(row, **(blocks | chosen))
 
-    tiles = [cut(x) for x in (*(_rows_for_plain(key, spec, T, S) if plain else ()), row)]
+    tiles = [cut(x) for x in (*(_rows_for_plain(key, spec, q, k) if plain else ()), row)]
     if spec.interpret:
         return tiles[0]
     limit = shared_limit(capability)
@@ -157,14 +160,23 @@ def _is_plain(spec: AttentionSpec, operands: Operands) -> bool:
     return not (mods or bent or _dense(operands) or ranges.is_scanned(operands))
 
 
-def _rows_for_plain(key: tuple[str, int, int], spec: AttentionSpec, T: int, S: int) -> list[Tile]:
+def _rows_for_plain(key: tuple[str, int, int], spec: AttentionSpec, q: jax.Array, k: jax.Array) -> list[Tile]:
     """The rows for plain scores, the one to prefer first."""
-    by_key, (left, right) = key[0] == "dkv", spec.band
-    long = (T if by_key else S) > _LONG and left is None and spec.chunk_size is None
-    if right is not None and not by_key:
-        long = False  # causal programs of a query tile have all lengths: two on a multiprocessor fill each other's gaps
-    tables = [*([_TABLE_LONG] if long else []), *([_TABLE_PLAIN] if T > 64 else [])]
-    return [table[key] for table in tables if key in table]
+    name, (T, S), (left, right) = key[0], (q.shape[-3], k.shape[-3]), spec.band
+    open_left = left is None and spec.chunk_size is None
+    whole = open_left and right is None
+    long = open_left and (T if name == "dkv" else S) > _LONG
+    short = spec.chunk_size is not None or (None not in (left, right) and left + right < _SHORT)
+    tables = (
+        (long and whole, _TABLE_LONG_WHOLE),
+        (long, _TABLE_LONG),
+        (whole, _TABLE_WHOLE),
+        (short, _TABLE_SHORT),
+        (T > 64, _TABLE_PLAIN),
+    )
+    rows = [table[key] for applies, table in tables if applies and key in table]
+    length = _ragged(name, spec, q, k)
+    return [x for x in rows if length is None or length % (x.block_q if name == "dkv" else x.block_kv) == 0]
 
 
 def _is_ampere(capability: str | None) -> bool:
