@@ -139,12 +139,14 @@ def test_real_clock(h200, few):
 
 
 def test_measuring_is_interleaved_and_stops_in_time():
-    order, calls = [], {name: lambda name=name: order.append(name) for name in "ab"}
+    order, calls = [], {name: lambda name=name: order.append(name) for name in "abcd"}
     times = timing.measure(calls, samples=9, sample_ms=1e-9, until=0.0)
-    assert order[-6:] == list("ababab") and len(order) == 8 + 6
+    rounds = [tuple(order[-12 + n : -8 + n or None]) for n in (0, 4, 8)]
+    assert len(order) == 16 + 12 and all(sorted(each) == list("abcd") for each in rounds)
+    assert len(set(rounds)) > 1  # what comes before a call changes
     assert all(t.low <= t.median <= t.high and t.deviation >= 0 for t in times.values())
-    broken = timing.measure({"c": lambda: 1 / 0, **calls}, samples=3)
-    assert broken["c"] == "ZeroDivisionError: division by zero" and isinstance(broken["a"], Timing)
+    broken = timing.measure({"e": lambda: 1 / 0, **calls}, samples=3)
+    assert broken["e"] == "ZeroDivisionError: division by zero" and isinstance(broken["a"], Timing)
 
 
 # What takes part.
