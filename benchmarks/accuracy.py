@@ -12,25 +12,27 @@ sinks.
 import argparse
 import contextlib
 import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import flash_jax
+from benchmarks import workloads
 from tests.gpu.test_features import FEATURES
 from tests.support.accuracy import error_bound, judges
-from tests.support.cases import case
+from tests.support.cases import Case, case
 from tests.support.programs import values_and_gradients
 
 SIZES = "B2-T190-S210-H4-K2-D64"
 COLUMNS = ("out", "lse", "dq", "dk", "dv", "others")
 
 
-def errors(feature: str, dtype: str, implementation: str) -> dict[str, tuple[float, float]]:
-    """{column: (relative error, share of what is allowed)} of one option."""
-    c = case(f"{SIZES}-{dtype}")
-    options, shapes = FEATURES[feature](c) if feature != "none" else ({}, {})
+def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, tuple[float, float]]:
+    """{column: (relative error, share of what is allowed)} of one option: what is static, and shapes of arrays."""
+    options, shapes = drawn
     program, arrays = values_and_gradients(**options), (c.inputs(**shapes), c.cotangents())
     attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
     found = jax.jit(functools.partial(program, attend))(*arrays)
@@ -57,12 +59,21 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.implementation} on {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(f"| option | dtype | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
-    with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
-        for feature in ("none", *FEATURES):
-            for dtype in args.dtypes:
-                row = errors(feature, dtype, args.implementation)
-                cells = [f"{row[name][0]:.1e} ({100 * row[name][1]:.0f}%)" if name in row else "" for name in COLUMNS]
-                print(f"| {feature} | {dtype} | {' | '.join(cells)} |", flush=True)
+
+    def line(feature, dtype, *given):
+        with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
+            found = errors(*given, args.implementation)
+        cells = [f"{found[name][0]:.1e} ({100 * found[name][1]:.0f}%)" if name in found else "" for name in COLUMNS]
+        return f"| {feature} | {dtype} | {' | '.join(cells)} |"
+
+    options = {"none": lambda _: ({}, {}), **FEATURES}
+    lines = []
+    with ThreadPoolExecutor(workloads.threads()) as pool:  # compiling takes most of the time
+        for feature, dtype in itertools.product(options, args.dtypes):
+            c = case(f"{SIZES}-{dtype}")
+            lines.append(pool.submit(line, feature, dtype, c, options[feature](c)))  # drawn here, in this order
+        for found in lines:
+            print(found.result(), flush=True)
 
 
 if __name__ == "__main__":
