@@ -60,9 +60,9 @@ def main() -> None:
     print(f"{args.implementation} on {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(f"| option | dtype | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
 
-    def line(feature, dtype, *given):
+    def line(feature, dtype, c, drawn):
         with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
-            found = errors(*given, args.implementation)
+            found = errors(c, drawn, args.implementation)
         cells = [f"{found[name][0]:.1e} ({100 * found[name][1]:.0f}%)" if name in found else "" for name in COLUMNS]
         return f"| {feature} | {dtype} | {' | '.join(cells)} |"
 

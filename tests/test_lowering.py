@@ -387,7 +387,7 @@ def test_each_tile_of_each_head_has_one_program(together):
 
 
 def test_programs_that_go_together_are_next_to_each_other():
-    """First tile 0 of all heads and examples of the group, then tile 1: so they read one bias, and the light end late."""
+    """First tile 0 of each head and example of the group, then tile 1: they read one bias, and the last are light."""
     grid = order.Grid(5, 6, 4, 3, 2)
     first = [tuple(map(int, grid.place(jnp.int32(n), 1, 0))) for n in range(7)]
     assert first == [(0, 3, 0), (0, 4, 0), (0, 5, 0), (0, 3, 1), (0, 4, 1), (0, 5, 1), (1, 3, 0)]

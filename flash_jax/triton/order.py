@@ -87,9 +87,6 @@ def launch_tiles(
     The index maps of `specs` are given (tile, head, example).
     """
 
-    def numbered(*refs: Any) -> None:
-        kernel(grid.place(pl.program_id(0), 0, 0)[0], *refs)
-
     def placed(block: pl.BlockSpec) -> pl.BlockSpec:
         index_map = block.index_map
         if index_map is None:
@@ -97,7 +94,12 @@ def launch_tiles(
         return dataclasses.replace(block, index_map=lambda *program: index_map(*grid.place(*program)))
 
     specs = jax.tree.map(placed, specs, is_leaf=lambda x: isinstance(x, pl.BlockSpec))
+    numbered = functools.partial(_numbered, kernel, grid)
     return launch(numbered, grid.dims, specs, outputs, tile, spec, name or kernel.func.__name__, aliases)
+
+
+def _numbered(kernel: Callable, grid: Grid, *refs: Any) -> None:
+    kernel(grid.place(pl.program_id(0), 0, 0)[0], *refs)
 
 
 def _divisor(n: int, most: int) -> int:

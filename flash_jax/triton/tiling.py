@@ -166,7 +166,7 @@ def _rows_for_plain(key: tuple[str, int, int], spec: AttentionSpec, q: jax.Array
     open_left = left is None and spec.chunk_size is None
     whole = open_left and right is None
     long = open_left and (T if name == "dkv" else S) > _LONG
-    short = spec.chunk_size is not None or (None not in (left, right) and left + right < _SHORT)
+    short = spec.chunk_size is not None or (left is not None and right is not None and left + right < _SHORT)
     tables = (
         (long and whole, _TABLE_LONG_WHOLE),
         (long, _TABLE_LONG),

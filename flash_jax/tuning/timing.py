@@ -44,8 +44,9 @@ def measure(
 ) -> dict[Any, Timing | str]:
     """Times each call, interleaved: in each round every call has its turn, so that all see the same clocks and heat.
 
-    Rounds differ in their order: a GPU under load clocks lower for a while after what has drawn much power, so that what
-    always came after one and the same call would be timed some percent too slow or too fast.
+    Rounds differ in their order: a GPU clocks lower for a while after what has drawn much power, so that what always
+    came after one and the same call would be timed some percent too slow or too fast.
+
     A sample is as many back-to-back calls as fill `sample_ms`, then one wait; a call that takes a second or more has
     three samples at most. Past `until`, by `time.perf_counter`, there are only as many rounds as a median needs. A call
     that fails gets the error's first line in the place of its timing, and the others go on. `sampler(call, repeats)`
