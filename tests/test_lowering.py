@@ -378,6 +378,36 @@ def test_what_nobody_wants_costs_no_kernel(argument, expected):
     assert {name.split("_")[2] for name in kernels} - {"forward"} == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "operand", "shape", "together"),
+    [
+        ({}, "bias", (2, 3, 4, 32, 48), (1, 1)),
+        ({}, "bias", (2, 1, 4, 32, 48), (1, 3)),
+        ({}, "bias", (1, 3, 4, 32, 48), (1, 1)),  # the examples that share it do not follow each other
+        ({}, "bias", (1, 1, 4, 32, 48), (1, 6)),
+        ({}, "bias", (1, 1, 4, 1, 48), (1, 1)),
+        ({}, "mask", (1, 1, 1, 32, 48), (4, 1)),
+        ({"causal": True}, "mask", (2, 3, 4, 32, 48), (4, 1)),
+        ({"causal": True}, "mask", (2, 1, 4, 32, 48), (1, 3)),
+        ({"causal": True, "window": (9, 0)}, "mask", (2, 3, 4, 32, 48), (1, 1)),
+    ],
+)
+def test_what_shares_a_bias_or_mask_goes_together(options, operand, shape, together):
+    x = struct(2, 3, 32, 4, 64)
+    operands = Operands(**{operand: struct(*shape, dtype="bool" if operand == "mask" else "bfloat16")})
+    grid = order.Grid.of(5, 4, 1000, launch.Shape.of(x, x, x, (2, 3)), operands, AttentionSpec(**options))
+    assert grid == (5, 4, 6, *together)
+
+
+@pytest.mark.parametrize(("streamed", "together"), [(1, 6), (3 * 2**20, 3), (16 * 2**20, 1), (2**30, 1)])
+def test_heads_that_go_together_divide_all_and_have_room(streamed, together):
+    x = struct(1, 32, 6, 64)
+    shape, causal = launch.Shape.of(x, x, x, (1,)), AttentionSpec(causal=True)
+    assert order.Grid.of(5, 6, streamed, shape, Operands(), causal).heads_together == together
+    ids = Operands(q_segment_ids=struct(1, 32, dtype="int32"), kv_segment_ids=struct(1, 32, dtype="int32"))
+    assert order.Grid.of(5, 6, 16 * streamed, shape, ids, causal).heads_together == together  # a document at a time
+
+
 @pytest.mark.parametrize("together", [(1, 1), (3, 1), (1, 2), (3, 2), (6, 4)])
 def test_each_tile_of_each_head_has_one_program(together):
     grid = order.Grid(5, 6, 4, *together)
