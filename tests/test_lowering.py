@@ -399,6 +399,12 @@ def test_what_shares_a_bias_or_mask_goes_together(options, operand, shape, toget
     assert grid == (5, 4, 6, *together)
 
 
+def test_examples_go_together_where_there_is_one_head_of_keys():
+    q, k = struct(8, 32, 4, 64), struct(8, 32, 1, 64)
+    shape, operands = launch.Shape.of(q, k, k, (8,)), Operands(bias=struct(1, 1, 32, 48))
+    assert order.Grid.of(5, 1, 1000, shape, operands, AttentionSpec()) == (5, 1, 8, 1, 8)
+
+
 @pytest.mark.parametrize(("streamed", "together"), [(1, 6), (3 * 2**20, 3), (16 * 2**20, 1), (2**30, 1)])
 def test_heads_that_go_together_divide_all_and_have_room(streamed, together):
     x = struct(1, 32, 6, 64)

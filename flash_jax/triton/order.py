@@ -46,7 +46,8 @@ class Grid(NamedTuple):
             streamed //= _DOCUMENTS
         room = _CACHED // max(1, streamed)
         all_heads, some_examples = _readers(operands, shape)
-        if all_heads or (some_examples == 1 and _uneven(spec)):  # of one kind alone, as each costs registers
+        # Heads or examples, not both, as each costs registers.
+        if heads > 1 and (all_heads or (some_examples == 1 and _uneven(spec))):
             return cls(tiles, heads, shape.examples, heads_together=_divisor(heads, room))
         return cls(tiles, heads, shape.examples, examples_together=_divisor(some_examples, room))
 
