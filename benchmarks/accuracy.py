@@ -30,24 +30,31 @@ SIZES = "B2-T190-S210-H4-K2-D64"
 COLUMNS = ("out", "lse", "dq", "dk", "dv", "others")
 
 
-def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, tuple[float, float]]:
-    """{column: (relative error, share of what is allowed)} of one option: what is static, and shapes of arrays."""
+def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, tuple[float, float, str]]:
+    """{column: (relative error, share of what is allowed, array)} of one option: what is static, and shapes."""
     options, shapes = drawn
     program, arrays = values_and_gradients(**options), (c.inputs(**shapes), c.cotangents())
     attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
     found = jax.jit(functools.partial(program, attend))(*arrays)
+    names = [jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(found)]
     leaves = [
         [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(t)] for t in (found, *judges(program, *arrays))
     ]
-    row: dict[str, tuple[float, float]] = {}
-    for n, (x, r, plain) in enumerate(zip(*leaves, strict=True)):
+    row: dict[str, tuple[float, float, str]] = {}
+    for n, (name, x, r, plain) in enumerate(zip(names, *leaves, strict=True)):
         seen, column = np.isfinite(r), COLUMNS[min(n, 5)]
         error, largest = np.abs(x[seen] - r[seen]).max(), np.abs(r[seen]).max()
         own = np.float32 if column == "lse" else jnp.dtype(c.dtype)
         allowed = error_bound(r[seen], plain[seen], own, derivative=n > 1)
-        this = float(error / largest), float(error / allowed)
-        row[column] = tuple(max(pair) for pair in zip(row.get(column, this), this, strict=True))  # pyright: ignore
+        most, share, worst = row.get(column, (0.0, 0.0, ""))
+        share, worst = max((share, worst), (float(error / allowed), name))
+        row[column] = max(most, float(error / largest)), share, worst
     return row
+
+
+def cell(error: float, share: float, name: str) -> str:
+    """Both numbers, and where the second is too large the array that it is of."""
+    return f"{error:.1e} ({100 * share:.0f}%{f' of {name}' if share > 1 else ''})"
 
 
 def main() -> None:
@@ -63,7 +70,7 @@ def main() -> None:
     def line(feature, dtype, c, drawn):
         with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
             found = errors(c, drawn, args.implementation)
-        cells = [f"{found[name][0]:.1e} ({100 * found[name][1]:.0f}%)" if name in found else "" for name in COLUMNS]
+        cells = [cell(*found[name]) if name in found else "" for name in COLUMNS]
         return f"| {feature} | {dtype} | {' | '.join(cells)} |"
 
     options = {"none": lambda _: ({}, {}), **FEATURES}
