@@ -1,4 +1,4 @@
-"""Errors of every option, measured: largest error of a result over its largest value, and over what rule R20 allows.
+"""Errors of every option over the largest value, ours / plain attention's, and what share of what R20 allows ours is.
 
     python3 -m benchmarks.accuracy --implementation xla                  anywhere
     python3 -m benchmarks.accuracy --implementation triton               on an NVIDIA GPU
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,26 @@ SIZES = "B2-T190-S210-H4-K2-D64"
 COLUMNS = ("out", "lse", "dq", "dk", "dv", "others")
 
 
-def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, tuple[float, float, str]]:
-    """{column: (relative error, share of what is allowed, array)} of one option: what is static, and shapes."""
+class Errors(NamedTuple):
+    """The largest of one column: error over the largest value, ours and plain attention's; share of what is allowed."""
+
+    ours: float = 0.0
+    plain: float = 0.0
+    share: float = 0.0
+    worst: str = ""  # the array that the share is of
+
+    def joined(self, other: "Errors") -> "Errors":
+        """The larger of each."""
+        share, worst = max(self[2:], other[2:])
+        return Errors(max(self.ours, other.ours), max(self.plain, other.plain), share, worst)
+
+    def __str__(self) -> str:
+        beyond = f" of {self.worst}" if self.share > 1 else ""
+        return f"{self.ours:.1e} / {self.plain:.1e} ({100 * self.share:.0f}%{beyond})"
+
+
+def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, Errors]:
+    """{column: errors} of one option: what is static, and shapes."""
     options, shapes = drawn
     program, arrays = values_and_gradients(**options), (c.inputs(**shapes), c.cotangents())
     attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
@@ -40,21 +59,15 @@ def errors(c: Case, drawn: tuple[dict, dict], implementation: str) -> dict[str, 
     leaves = [
         [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(t)] for t in (found, *judges(program, *arrays))
     ]
-    row: dict[str, tuple[float, float, str]] = {}
+    row: dict[str, Errors] = {}
     for n, (name, x, r, plain) in enumerate(zip(names, *leaves, strict=True)):
         seen, column = np.isfinite(r), COLUMNS[min(n, 5)]
-        error, largest = np.abs(x[seen] - r[seen]).max(), np.abs(r[seen]).max()
+        ours, plains, largest = (float(np.abs(e[seen]).max()) for e in (x - r, plain - r, r))
         own = np.float32 if column == "lse" else jnp.dtype(c.dtype)
         allowed = error_bound(r[seen], plain[seen], own, derivative=n > 1)
-        most, share, worst = row.get(column, (0.0, 0.0, ""))
-        share, worst = max((share, worst), (float(error / allowed), name))
-        row[column] = max(most, float(error / largest)), share, worst
+        this = Errors(ours / largest, plains / largest, ours / allowed, name)
+        row[column] = row.get(column, Errors()).joined(this)
     return row
-
-
-def cell(error: float, share: float, name: str) -> str:
-    """Both numbers, and where the second is too large the array that it is of."""
-    return f"{error:.1e} ({100 * share:.0f}%{f' of {name}' if share > 1 else ''})"
 
 
 def main() -> None:
@@ -62,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default="xla")
     parser.add_argument("--interpret", action="store_true")
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "f16", "f32"])
     args = parser.parse_args()
     print(f"{args.implementation} on {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
     print(f"| option | dtype | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
@@ -70,7 +83,7 @@ def main() -> None:
     def line(feature, dtype, c, drawn):
         with flash_jax.interpret_mode() if args.interpret else contextlib.nullcontext():
             found = errors(c, drawn, args.implementation)
-        cells = [cell(*found[name]) if name in found else "" for name in COLUMNS]
+        cells = [str(found.get(name, "")) for name in COLUMNS]
         return f"| {feature} | {dtype} | {' | '.join(cells)} |"
 
     options = {"none": lambda _: ({}, {}), **FEATURES}
