@@ -1,13 +1,14 @@
 """`bias`: added to the scores after the scale, broadcast over any dims, differentiated in its own shape and dtype."""
 
 import functools
+import unittest.mock
 
 import jax
 import numpy as np
 import pytest
 
 import flash_jax
-from flash_jax.triton import stored
+from flash_jax.triton import stored, tiling
 from tests.support import gpu_compile
 from tests.support.accuracy import assert_agrees, check
 from tests.support.cases import FEWER_QUERIES, MORE_QUERIES, case, poisoned
@@ -95,21 +96,68 @@ def test_gradient_stored_where_the_bias_kills_rows_and_padding_is_poison(attend,
     assert not np.any(dbias[0, 0, 3]) and not np.any(dbias[0, :, 5, 10:]) and np.any(dbias[0, :, 4, 25:])
 
 
+@pytest.mark.parametrize(
+    "name, options, riding",
+    [
+        ("B2-T40-S50-H4-K2-D8-bf16", {"window": (5, 3)}, {}),
+        ("B2-T64-S32-H2-D16-bf16", {}, {}),
+        ("B6-T19-S35-H4-K2-D8-f16", {"causal": True, "softcap": 5.0}, {"alibi_slopes": (6, 4), "scale": ()}),
+        (
+            "B2x2-T33-S20-H2-D16-Dv8-bf16",
+            {"causal": True, "prefix_lengths": 7},
+            {"sinks": (2,), "alibi_slopes": (1, 2, 2)},
+        ),
+        ("B2-T19-S35-H2-D8-bf16", {"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "kv_lengths": 30}, {}),
+    ],
+    ids=["window", "full", "alibi by example", "two batch dims", "dropout"],
+)
+def test_two_examples_that_share_a_bias_are_in_one_program(monkeypatch, name, options, riding):
+    """Each with its own keys and numbers, of one sum; more than two are added in turns."""
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    monkeypatch.setitem(tiling._TABLE, ("paired", 64, 2), tiling.Tile(16, 16, 4, 2))
+    passes = unittest.mock.Mock(side_effect=stored.query_pass)
+    monkeypatch.setattr(stored, "query_pass", passes)
+    c, sizes = case(name), flash_jax.BlockSizes(16, 16, dq=flash_jax.BlockSizes())
+    attend = functools.partial(flash_jax.flash_attention, implementation="triton", block_sizes=sizes)
+    with flash_jax.interpret_mode():
+        inputs = c.inputs(bias=(c.H, c.T, c.S), **riding)
+        check(values_and_gradients(**options), attend, inputs, c.cotangents())
+    assert passes.call_args_list and all(call.args[2] == (2,) and call.args[-1] for call in passes.call_args_list)
+
+
+@pytest.mark.parametrize("lengths", [(np.array([20, 35]), np.array([19, 7])), (30, 17)], ids=["own", "shared"])
+def test_examples_that_attend_other_tiles_have_programs_of_their_own(monkeypatch, lengths):
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    x, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, 64, 4, 64), (4, 64, 64)))
+
+    def loss(x, bias):
+        out = flash_jax.flash_attention(
+            x, x, x, bias, kv_lengths=lengths[0], q_lengths=lengths[1], implementation="triton"
+        )
+        return out.astype(np.float32).sum()
+
+    text = gpu_compile.lower(jax.grad(loss, (0, 1)), x, bias).as_text()
+    launches = text.count('name = "flash_attention_dq_kernel"')
+    assert launches == (1 if isinstance(lengths[0], int) else 2)
+
+
 def test_gradient_shared_by_examples_is_written_by_the_kernel_of_dq_if_there_are_enough_programs():
-    """Two launches, without and with an earlier sum; of few programs there is one launch of each kernel."""
+    """Two launches for four examples, without and with an earlier sum, and one for two; of few programs there is one
+    launch of each kernel."""
     kernels = {}
-    for T in (128, 4096):
-        x, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, T, 4, 64), (4, T, T)))
+    for B, T in ((2, 128), (2, 4096), (4, 4096)):
+        x, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((B, T, 4, 64), (4, T, T)))
 
         def loss(x, bias):
             return flash_jax.flash_attention(x, x, x, bias, implementation="triton").astype(np.float32).sum()
 
         lowered = gpu_compile.lower(jax.grad(loss, (0, 1)), x, bias)
-        kernels[T] = (
+        kernels[B, T] = (
             lowered.as_text().count("flash_attention_dq_kernel"),
             "dbias_kernel" in str(gpu_compile.triton_ir(lowered).keys()),
         )
-    assert kernels[128][1] and not kernels[4096][1] and kernels[4096][0] > kernels[128][0]
+    few, two, four = kernels.values()
+    assert few[1] and not two[1] and not four[1] and four[0] > two[0] == few[0]
 
 
 def test_minus_infinity_hides(attend):

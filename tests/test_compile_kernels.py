@@ -1,5 +1,6 @@
 """Without a GPU: every entry of the tile table goes through the GPU's own compiler, for the A100 and the H200."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import flash_jax
 from flash_jax import compat, triton
 from flash_jax.spec import AttentionSpec, Operands
-from flash_jax.triton import tiling
+from flash_jax.triton import stored, tiling
 from tests.support import gpu_compile
 from tests.support.cases import case
 from tests.support.mods import READS, same_document_nearby
@@ -296,6 +297,56 @@ def test_a_loop_over_heads_is_counted_too(head_dim, length, target):
 
         with compat.quiet_triton_lowering():
             assert 0 < gpu_compile.shared_bytes(target, run, q, k, k, q, stats, q) <= counted
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "causal", "dtype_of_bias"),
+    [
+        (64, T, False, "bfloat16"), (64, T, True, "float32"), (64, 1000, False, "float32"), (80, T, True, "bfloat16"),
+        (128, T, False, "bfloat16"), (128, T, True, "float32"), (128, 1000, False, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_two_examples_in_a_program_of_dq(head_dim, length, causal, dtype_of_bias, monkeypatch, record_property):
+    """Which share a bias: the program has room, as counted, and holds the sums of both in registers, but for little."""
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    target, (spec, x) = gpu_compile.H200, a_call(head_dim, "bfloat16", length=length, causal=causal)
+    x, stats = struct(2, *x.shape[1:]), struct(2, HEADS, length, dtype="float32")
+    operands = Operands(bias=struct(1, HEADS, length, length, dtype=dtype_of_bias))
+
+    def run(q, k, v, operands, out, lse, out_ct):
+        wanted = {"query": (2,), "bias": (1,)}
+        return triton.backward((q, k, v, operands), out, lse, out_ct, None, wanted, spec)
+
+    with gpu_compile.lowering_for(target.name):
+        assert tiling.pairs_fit(spec, x, x, x, operands)
+        counted = tiling.sizer("paired", spec, x, x, x, operands)(tiling.tile_for("paired", spec, x, x, x, operands))
+    given = x, x, x, operands, x, stats, x
+    with compat.quiet_triton_lowering():
+        assert 0 < gpu_compile.shared_bytes(target, run, *given) <= counted <= target.shared_memory
+        compiled = gpu_compile.compile_for(target, run, *given)
+    (kernel,) = (x for x in compiled.kernels if x.name.startswith("flash_attention"))
+    label = f"dq of two examples, {head_dim}, {dtype_of_bias} bias, {'causal' if causal else 'full'}, T {length}"
+    row = (label, str(kernel.registers), str(kernel.spills), " ".join(kernel.notes), f"{compiled.seconds:.1f}")
+    record_property("kernel", row)
+    assert kernel.name == PASSES["dq"] and kernel.spills <= MAX_SPILLED["bfloat16"]
+    assert not SERIALISED & set(kernel.notes)
+
+
+def test_where_two_examples_find_no_room_each_has_programs_of_its_own():
+    (spec, x), bias = a_call(128, "bfloat16"), struct(1, HEADS, T, T)
+    for gpu, sizes, fit in (
+        ("NVIDIA H200", None, True),
+        ("NVIDIA H200", flash_jax.BlockSizes(block_q=32), False),
+        ("NVIDIA A100", None, False),
+        ("NVIDIA L4", None, False),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None, False),
+    ):
+        with gpu_compile.lowering_for(gpu):
+            given = dataclasses.replace(spec, block_sizes=sizes)
+            assert tiling.pairs_fit(given, x, x, x, Operands(bias=bias)) == fit
+    with gpu_compile.lowering_for("NVIDIA H200"):
+        for x in (struct(2, T, HEADS, 256), struct(2, T, HEADS, 64, dtype="float32")):  # noqa: PLW2901
+            assert not tiling.pairs_fit(spec, x, x, x, Operands(bias=bias))
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -260,7 +260,7 @@ def test_sizes_that_fit_are_taken(masked, gpu):
         ("forward", 128, (512, 1024), "NVIDIA H200", {"window": (1023, 0)}, "128x64w4s2"),
         ("forward", 128, (512, 1024), "NVIDIA H200", {"window": (255, None)}, "128x64w4s2"),
         ("forward", 128, (512, 1024), "NVIDIA H200", {"causal": True, "chunk_size": 2048}, "64x64w4s3"),
-        ("forward", 128, (512, 2**14), "NVIDIA H200", {}, "64x64w4s3"),
+        ("forward", 128, (512, 2**14), "NVIDIA H200", {}, "128x128w8s3"),
         ("forward", 128, (512, 2**14 + 16), "NVIDIA H200", {}, "128x64w4s2"),
         ("forward", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "128x64w4s2"),
         ("forward", 128, (2**14, 2**14), "NVIDIA RTX PRO 6000", {}, "128x64w4s2"),

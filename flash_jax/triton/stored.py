@@ -2,7 +2,9 @@
 
 What is summed over examples is summed by one launch for each, one after the other, each adding to what the one before
 has left: in a fixed order, and in float32 until the last one writes the dtype of the bias. A launch writes each entry
-once. For a bias that heads share, and where only arrays say what is visible, there is the kernel of triton/dbias.py.
+once. Where two examples attend the same tiles, and there is room, one program has the queries of both, so that a sum of
+two need not be written and read again. For a bias that heads share, and where only arrays say what is visible, there is
+the kernel of triton/dbias.py.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ from flash_jax.tiles import ranges
 from flash_jax.triton.dq import query_pass
 from flash_jax.triton.entries import Residuals
 from flash_jax.triton.launch import Shape, flat
-from flash_jax.triton.tiling import tile_for
+from flash_jax.triton.tiling import pairs_fit, tile_for
 
 _ENOUGH = 256  # programs of one launch that keep a GPU busy
 
@@ -57,30 +59,47 @@ def query_and_bias_pass(
 def _by_turns(
     residuals: Residuals, operands: Operands, lead: tuple[int, ...], how: tuple[Any, Any, Any], target: Any
 ) -> tuple:
-    """One example after the other, the gradient so far handed on."""
+    """Example after example, or two by two, the gradient so far handed on."""
     shape = Shape.of(*residuals[:3], lead)
-    one, turns = (1,) * len(lead), shape.examples
-    partial = jax.ShapeDtypeStruct(target.shape, jnp.float32)
+    count = (
+        2 if shape.examples % 2 == 0 and _attend_alike(operands) and pairs_fit(how[2], *residuals[:3], operands) else 1
+    )
+    turns = shape.examples // count
+    own_target = jax.ShapeDtypeStruct((1, *target.shape[len(lead) :]), target.dtype)
+    partial = jax.ShapeDtypeStruct(own_target.shape, jnp.float32)
 
     def launch(turn, before, target):
         def own(x):
-            index = jnp.asarray(shape.example(x.shape[: len(lead)])(jnp.asarray(turn, jnp.int32)), jnp.int32)
-            here = lax.dynamic_index_in_dim(flat(x, x.ndim - len(lead)), index, keepdims=False)
-            return here.reshape(*one, *here.shape)
+            here, every = x.shape[: len(lead)], flat(x, x.ndim - len(lead))
+            if every.shape[0] == 1:
+                return every
+            if here == lead:
+                return lax.dynamic_slice_in_dim(every, turn * count, count)
+            examples = jnp.asarray(turn, jnp.int32) * count + jnp.arange(count, dtype=jnp.int32)
+            return every[shape.example(here)(examples)]
 
         own_residuals, own_operands = Residuals(*map(own, residuals)), operands.map(lambda _, x: own(x))
-        dq, found, before = query_pass(own_residuals, own_operands, one, *how, target, before)
-        return before, (dq, found)
+        dq, found, total = query_pass(own_residuals, own_operands, (count,), *how, target, before, count > 1)
+        return total, (dq, found)
 
-    before, first = launch(0, None, partial)
-    before, others = lax.scan(lambda before, turn: launch(turn, before, partial), before, jnp.arange(1, turns - 1))
-    total, last = launch(turns - 1, before, target)
+    if turns == 1:
+        total, (dq, found) = launch(0, None, own_target)
+    else:
+        before, first = launch(0, None, partial)
+        before, others = lax.scan(lambda before, turn: launch(turn, before, partial), before, jnp.arange(1, turns - 1))
+        total, last = launch(turns - 1, before, own_target)
 
-    def joined(first, others, last, axis):
-        first, last = first[None], last[None]
-        x = jnp.moveaxis(jnp.concatenate([first, others, last]), 0, axis)
-        return x.reshape(*x.shape[:axis], *lead, *x.shape[axis + 1 + len(lead) :])
+        def joined(first, others, last, axis):
+            sizes = *first.shape[:axis], (turns - 2) * count, *first.shape[axis + 1 :]
+            return jnp.concatenate([first, jnp.moveaxis(others, 0, axis).reshape(sizes), last], axis)
 
-    dq = joined(first[0], others[0], last[0], 0)
-    found = {name: joined(first[1][name], others[1][name], last[1][name], 1) for name in first[1]}
-    return dq, found, total
+        dq = joined(first[0], others[0], last[0], 0)
+        found = {name: joined(first[1][name], others[1][name], last[1][name], 1) for name in first[1]}
+    found = {name: x.reshape(x.shape[0], *lead, *x.shape[2:]) for name, x in found.items()}
+    return dq.reshape(*lead, *dq.shape[1:]), found, total.reshape(target.shape)
+
+
+def _attend_alike(operands: Operands) -> bool:
+    """Whether no example attends other tiles than the others do."""
+    names = ("q_offset", "q_lengths", "kv_lengths", "prefix_lengths")
+    return all(x.size == 1 for name, x in operands.items() if name in names)

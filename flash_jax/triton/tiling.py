@@ -13,7 +13,11 @@ from flash_jax.tiles import ranges
 from flash_jax.tiles.reads import reads_of
 
 PASSES = ("forward", "dq", "dkv", "tangent")
-_STORED = {"stored": 2, "partial": 4}  # bytes of an entry of dS, which is laid out in shared memory to be stored
+_STORED = {
+    "stored": 2,
+    "partial": 4,
+    "paired": 4,
+}  # bytes of an entry of dS, which is laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
 # Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical
@@ -48,6 +52,8 @@ _TABLE = {
     ("dbias", 64, 2): Tile(128, 128, 8, 1),
     ("dbias", 128, 2): Tile(128, 128, 8, 1),
     ("partial", 128, 2): Tile(64, 32, 4, 3),  # so that two programs have room on a multiprocessor
+    ("paired", 64, 2): Tile(64, 64, 4, 2),
+    ("paired", 128, 2): Tile(64, 32, 4, 3),
     ("tangent", 64, 2): Tile(64, 64, 4, 3),
     ("tangent", 128, 2): Tile(128, 64, 8, 2),
     ("tangent", 256, 2): Tile(64, 32, 4, 2),
@@ -85,7 +91,7 @@ _TABLE_PLAIN = {("dq", 256, 2): Tile(128, 64, 8, 1)}
 _TABLE_LONG = {("dq", 128, 2): Tile(128, 32, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
 _TABLE_WHOLE = {("forward", 64, 2): Tile(64, 128, 4, 3)}
 _TABLE_LONG_WHOLE = {
-    ("forward", 128, 2): Tile(64, 64, 4, 3),
+    ("forward", 128, 2): Tile(128, 128, 8, 3),
     ("dq", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(32, 64, 4, 3),
 }
@@ -118,7 +124,8 @@ _TABLE_8_SOFTCAP = {("dkv", 64, 2): Tile(32, 64, 4, 3)}
 def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Tile:
     """The tile of pass `name`: the user's sizes where given, else the table's, cut to fit.
 
-    Besides `PASSES` there are "dbias", and "stored" and "partial", which are dq with dS stored (see `_STORED`).
+    Besides `PASSES` there are "dbias", and "stored", "partial" and "paired", which are dq with dS stored (see
+    `_STORED`), the last of two examples.
     A pure function of shapes, dtype, options and device, so results are the same on every run. Raises ValueError where
     sizes that the user gave for this pass do not fit the GPU's shared memory.
     """
@@ -152,6 +159,18 @@ def tile_for(name: str, spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.
             f"num_stages={smaller.num_stages}."
         )
     return _shrink(tile, size, limit)
+
+
+def pairs_fit(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> bool:
+    """Whether a program of dq may have the queries of two examples: where the table has a tile for it, and room.
+
+    Not where the user gave sizes, which are meant for one example.
+    """
+    capability = None if spec.interpret else compat.gpu_description()[1]
+    tile = _TABLE.get(("paired", max(64, padded(q.shape[-1]), padded(v.shape[-1])), q.dtype.itemsize))
+    if tile is None or _is_ampere(capability) or _overrides(spec.block_sizes, "dq"):
+        return False
+    return spec.interpret or sizer("paired", spec, q, k, v, operands)(tile) <= shared_limit(capability)
 
 
 def _is_plain(spec: AttentionSpec, operands: Operands) -> bool:
@@ -276,14 +295,14 @@ def shared_bytes(  # noqa: PLR0913
     """
     D, Dv = widths
     stay, stream = (tile.block_kv, tile.block_q) if name == "dkv" else (tile.block_q, tile.block_kv)
-    staying = stay * {"forward": D, "tangent": 2 * D}.get(name, D + Dv) * itemsize
+    staying = stay * {"forward": D, "tangent": 2 * D, "paired": 2 * (D + Dv)}.get(name, D + Dv) * itemsize
     whole, rest = (0, 0) if length is None else divmod(length, stream)
     stages = tile.num_stages + (rest > 0)
     if name == "dkv" and over_heads and whole == 1 and rest > 0 and tile.num_stages > 1:
         # The loop over heads is pipelined in its place, with both tiles, and P has a place of its own.
         stages = max(stages, 2 * (tile.num_stages - _is_ampere(capability)))
         staying += tile.block_q * tile.block_kv * itemsize
-    arrays = 2 if name == "tangent" else 1  # keys and values, and their tangents ...
+    arrays = 2 if name in ("tangent", "paired") else 1  # keys and values, and their tangents or another example's ...
     if tile.num_stages == 1 and (itemsize == 2 or tile.block_q < 64):
         arrays = 1  # ... which without a pipeline are not all there at once, but for warp groups' three TF32 products
     streaming = stages * (stream * arrays * (D + Dv) * itemsize + tile.block_q * tile.block_kv * dense)

@@ -130,10 +130,17 @@ def test_tangents(attend, name, feature):
 
 
 @pytest.mark.parametrize(
-    "name", ["B3-T300-S333-H4-K2-D64-bf16", "B2-T190-S210-H4-K2-D128-f16", "B4-T190-S210-H2-D64-f32"]
+    "name",
+    [
+        "B3-T300-S333-H4-K2-D64-bf16",
+        "B2-T190-S210-H4-K2-D128-f16",
+        "B4-T300-S333-H4-K2-D128-Dv64-bf16",
+        "B6-T190-S210-H4-K2-D64-f16",
+        "B4-T190-S210-H2-D64-f32",
+    ],
 )
 def test_gradient_of_a_bias_example_by_example(attend, monkeypatch, name):
-    """By the kernel of dq, twice the same; rows of tiles of which some are skipped."""
+    """By the kernel of dq, twice the same, two 16-bit examples in one program; of rows of tiles some are skipped."""
     monkeypatch.setattr(stored, "_ENOUGH", 1)
     c = case(name)
     given = c.inputs(bias=(1, c.H, c.T, c.S)), c.cotangents()
