@@ -209,6 +209,7 @@ def query_pass(  # noqa: PLR0913
     spec: AttentionSpec,
     entries: jax.ShapeDtypeStruct | None = None,
     before: jax.Array | None = None,
+    *,
     together: bool = False,
 ) -> tuple[jax.Array | None, dict[str, jax.Array], jax.Array | None]:
     """(dq of `dtype`, or None where that is None; {name + "_sums": [n, ..., H, T]}; dS), with all leading dims.

@@ -68,7 +68,7 @@ def _by_turns(
     own_target = jax.ShapeDtypeStruct((1, *target.shape[len(lead) :]), target.dtype)
     partial = jax.ShapeDtypeStruct(own_target.shape, jnp.float32)
 
-    def launch(turn, before, target):
+    def launch(turn, before, target) -> tuple[Any, tuple[Any, dict[str, jax.Array]]]:
         def own(x):
             here, every = x.shape[: len(lead)], flat(x, x.ndim - len(lead))
             if every.shape[0] == 1:
@@ -79,7 +79,7 @@ def _by_turns(
             return every[shape.example(here)(examples)]
 
         own_residuals, own_operands = Residuals(*map(own, residuals)), operands.map(lambda _, x: own(x))
-        dq, found, total = query_pass(own_residuals, own_operands, (count,), *how, target, before, count > 1)
+        dq, found, total = query_pass(own_residuals, own_operands, (count,), *how, target, before, together=count > 1)
         return total, (dq, found)
 
     if turns == 1:
