@@ -83,10 +83,11 @@ _TABLE_MOD = {
     ("tangent", 128, 2): Tile(64, 32, 4, 2),
 }
 
-# The rows that differ where scores are plain, so that a kernel needs the fewest registers: always, with more than
-# `_LONG` that stream past, without any band, with both, and in chunks or a window of at most `_SHORT`. Not where a last
+# The rows that differ where scores are plain, so that a kernel needs the fewest registers: always; with more than
+# `_LONG` that stream past, with more than `_FEW` and without any band, and with more than `_LONG` without a band; in
+# chunks or a window of at most `_SHORT`; and where there are no more than that of queries and of keys. Not where a last
 # tile would take the memory of one more stage, or the GPU has too little.
-_LONG, _SHORT = 8192, 512
+_LONG, _FEW, _SHORT = 8192, 1024, 512
 _TABLE_PLAIN = {("dq", 256, 2): Tile(128, 64, 8, 1)}
 _TABLE_LONG = {("dq", 128, 2): Tile(128, 32, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
 _TABLE_WHOLE = {("forward", 64, 2): Tile(64, 128, 4, 3)}
@@ -95,7 +96,8 @@ _TABLE_LONG_WHOLE = {
     ("dq", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", 128, 2): Tile(32, 64, 4, 3),
 }
-_TABLE_SHORT = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+_TABLE_BANDED = {("forward", 128, 2): Tile(64, 64, 4, 3)}
+_TABLE_SHORT = {("forward", 64, 2): Tile(64, 64, 4, 3), ("dkv", 64, 2): Tile(32, 64, 4, 3)}
 
 # The rows that differ on GPUs of compute capability 8.x, which multiply from registers, so that a tile needs more of
 # them, and have less shared memory.
@@ -184,13 +186,15 @@ def _rows_for_plain(key: tuple[str, int, int], spec: AttentionSpec, q: jax.Array
     name, (T, S), (left, right) = key[0], (q.shape[-3], k.shape[-3]), spec.band
     open_left = left is None and spec.chunk_size is None
     whole = open_left and right is None
-    long = open_left and (T if name == "dkv" else S) > _LONG
-    short = spec.chunk_size is not None or (left is not None and right is not None and left + right < _SHORT)
+    streamed = T if name == "dkv" else S
+    long = open_left and streamed > _LONG
+    narrow = spec.chunk_size is not None or (left is not None and right is not None and left + right < _SHORT)
     tables = (
         (long and whole, _TABLE_LONG_WHOLE),
         (long, _TABLE_LONG),
-        (whole, _TABLE_WHOLE),
-        (short, _TABLE_SHORT),
+        (whole and streamed > _FEW, _TABLE_WHOLE),
+        (narrow, _TABLE_BANDED),
+        (max(T, S) <= _SHORT, _TABLE_SHORT),
         (T > 64, _TABLE_PLAIN),
     )
     rows = [table[key] for applies, table in tables if applies and key in table]
