@@ -248,6 +248,8 @@ def test_sizes_that_fit_are_taken(masked, gpu):
         ("dq", 256, (16, 1024), "NVIDIA H200", {}, "16x32w8s2"),
         ("dkv", 128, (2**14, 2**14), "NVIDIA H200", {"causal": True}, "64x128w8s3"),
         ("dkv", 128, (16, 2**14), "NVIDIA H200", {}, "16x64w4s2"),  # queries stream past
+        ("dkv", 128, (4096, 512), "NVIDIA H200", {}, "64x128w8s3"),
+        ("dkv", 128, (4096, 512), "NVIDIA H200", {"causal": True}, "64x64w4s2"),
         ("dkv", 128, (2**14, 512), "NVIDIA H200", {}, "32x64w4s3"),
         ("dkv", 128, (2**14 + 16, 512), "NVIDIA H200", {}, "64x64w4s2"),
         ("dq", 128, (512, 2**14), "NVIDIA H200", {"causal": True}, "128x32w8s3"),

@@ -90,7 +90,7 @@ _TABLE_MOD = {
 _LONG, _FEW, _SHORT = 8192, 1024, 512
 _TABLE_PLAIN = {("dq", 256, 2): Tile(128, 64, 8, 1)}
 _TABLE_LONG = {("dq", 128, 2): Tile(128, 32, 8, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
-_TABLE_WHOLE = {("forward", 64, 2): Tile(64, 128, 4, 3)}
+_TABLE_WHOLE = {("forward", 64, 2): Tile(64, 128, 4, 3), ("dkv", 128, 2): Tile(64, 128, 8, 3)}
 _TABLE_LONG_WHOLE = {
     ("forward", 128, 2): Tile(128, 128, 8, 3),
     ("dq", 64, 2): Tile(64, 64, 4, 3),
