@@ -2,7 +2,7 @@
 # What one visit to a GPU runs: the parts named, one after another, each with a log; a table of what happened comes last.
 #
 #     sh benchmarks/gpu_call.sh smoke grid            tests: smoke grid options features extremes
-#                                                   speed: speed paper suites step costs tangent sweep train tune
+#                                                   speed: speed paper64 paper128 suites step costs tangent sweep train tune
 #                                                   on two GPUs: context scaling devices
 #
 # Logs and JSON go to $OUT, or to out/ where it is not set. WORKERS processes share the GPU in the tests (default: 12, or the
@@ -10,7 +10,7 @@
 set -u
 for name in "$@"; do
     case $name in
-    smoke | grid | options | features | extremes | speed | paper | suites | step | costs | tangent | sweep | train | tune | context | scaling | devices) ;;
+    smoke | grid | options | features | extremes | speed | paper64 | paper128 | suites | step | costs | tangent | sweep | train | tune | context | scaling | devices) ;;
     *)
         echo "gpu_call.sh: there is no part '$name'" >&2
         exit 2
@@ -71,7 +71,11 @@ for name in "$@"; do
     scaling) part scaling 300 "$python -m benchmarks.scaling --json '$out/scaling.json'" ;;
     devices) part devices 400 "$python -m benchmarks.train_devices --json '$out/devices.json'" ;;
     speed) part speed 400 "$python -m benchmarks.speed --suite headline --seconds 390 --json '$out/speed.json'" ;;
-    paper) part paper 470 "$python -m benchmarks.speed --suite grid --seconds 455 --json '$out/paper.json'" ;;
+    paper64 | paper128) # half of the paper's grid each, as a call has time for no more beside that many others
+        shapes=$(printf "d${name#paper}-T%s " 512 1k 2k 4k 8k 16k)
+        part "$name" 470 "$python -m benchmarks.speed --shapes $shapes --passes forward forward+backward \
+            --seconds 455 --json '$out/$name.json'"
+        ;;
     suites) # decoding takes less time than the host needs to ask for it, so that GPU time alone says anything
         part suites 470 "$python -m benchmarks.speed --suite d256 gqa mla window packed bias f32 long \
             --seconds 370 --json '$out/suites.json'; others=\$?
