@@ -13,11 +13,7 @@ from flash_jax.tiles import ranges
 from flash_jax.tiles.reads import reads_of
 
 PASSES = ("forward", "dq", "dkv", "tangent")
-_STORED = {
-    "stored": 2,
-    "partial": 4,
-    "paired": 4,
-}  # bytes of an entry of dS, which is laid out in shared memory to be stored
+_STORED = {"stored": 2, "partial": 4, "paired": 4}  # bytes of an entry of dS, laid out in shared memory to be stored
 _MIN_BLOCK = 16  # the smallest dim of a product that Triton takes
 
 # Shared memory that one program may use, in KiB, by compute capability (CUDA programming guide, technical
