@@ -17,6 +17,8 @@ from tests.support.structure import lowered_sizes, named
 
 pytestmark = pytest.mark.thorough
 
+SLOPES = np.linspace(0.1, 0.5, 24, dtype=np.float32)
+
 
 @pytest.mark.parametrize(
     "name, shape, options",
@@ -97,21 +99,20 @@ def test_gradient_stored_where_the_bias_kills_rows_and_padding_is_poison(attend,
 
 
 @pytest.mark.parametrize(
-    "name, options, riding",
+    "name, options",
     [
-        ("B2-T40-S50-H4-K2-D8-bf16", {"window": (5, 3)}, {}),
-        ("B2-T64-S32-H2-D16-bf16", {}, {}),
-        ("B6-T19-S35-H4-K2-D8-f16", {"causal": True, "softcap": 5.0}, {"alibi_slopes": (6, 4), "scale": ()}),
+        ("B2-T40-S50-H4-K2-D8-bf16", {"window": (5, 3)}),
+        ("B2-T64-S32-H2-D16-bf16", {}),
+        ("B6-T19-S35-H4-K2-D8-f16", {"causal": True, "softcap": 5.0, "alibi_slopes": SLOPES.reshape(6, 4)}),
         (
             "B2x2-T33-S20-H2-D16-Dv8-bf16",
-            {"causal": True, "prefix_lengths": 7},
-            {"sinks": (2,), "alibi_slopes": (1, 2, 2)},
+            {"causal": True, "prefix_lengths": 7, "sinks": SLOPES[:2], "alibi_slopes": SLOPES[:4].reshape(1, 2, 2)},
         ),
-        ("B2-T19-S35-H2-D8-bf16", {"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "kv_lengths": 30}, {}),
+        ("B2-T19-S35-H2-D8-bf16", {"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "kv_lengths": 30}),
     ],
     ids=["window", "full", "alibi by example", "two batch dims", "dropout"],
 )
-def test_two_examples_that_share_a_bias_are_in_one_program(monkeypatch, name, options, riding):
+def test_two_examples_that_share_a_bias_are_in_one_program(monkeypatch, name, options):
     """Each with its own keys and numbers, of one sum; more than two are added in turns."""
     monkeypatch.setattr(stored, "_ENOUGH", 1)
     monkeypatch.setitem(tiling._TABLE, ("paired", 64, 2), tiling.Tile(16, 16, 4, 2))
@@ -120,27 +121,64 @@ def test_two_examples_that_share_a_bias_are_in_one_program(monkeypatch, name, op
     c, sizes = case(name), flash_jax.BlockSizes(16, 16, dq=flash_jax.BlockSizes())
     attend = functools.partial(flash_jax.flash_attention, implementation="triton", block_sizes=sizes)
     with flash_jax.interpret_mode():
-        inputs = c.inputs(bias=(c.H, c.T, c.S), **riding)
+        inputs = c.inputs(bias=(c.H, c.T, c.S))
         check(values_and_gradients(**options), attend, inputs, c.cotangents())
     assert passes.call_args_list and all(
         call.args[2] == (2,) and call.kwargs["together"] for call in passes.call_args_list
     )
 
 
-@pytest.mark.parametrize("lengths", [(np.array([20, 35]), np.array([19, 7])), (30, 17)], ids=["own", "shared"])
-def test_examples_that_attend_other_tiles_have_programs_of_their_own(monkeypatch, lengths):
+@pytest.mark.parametrize(
+    ("options", "trained", "launches"),
+    [
+        ({"kv_lengths": 30, "q_lengths": np.array([17])}, {}, 1),
+        ({"kv_lengths": np.array([20, 35])}, {}, 2),
+        ({}, {"alibi_slopes": (4,)}, 2),
+    ],
+    ids=["the same lengths", "other tiles", "sums over rows"],
+)
+def test_examples_that_cannot_share_programs_have_their_own(monkeypatch, options, trained, launches):
     monkeypatch.setattr(stored, "_ENOUGH", 1)
     x, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((2, 64, 4, 64), (4, 64, 64)))
+    trained = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in trained.items()}
 
-    def loss(x, bias):
-        out = flash_jax.flash_attention(
-            x, x, x, bias, kv_lengths=lengths[0], q_lengths=lengths[1], implementation="triton"
-        )
+    def loss(x, bias, trained):
+        out = flash_jax.flash_attention(x, x, x, bias, **options, **trained, implementation="triton")
         return out.astype(np.float32).sum()
 
-    text = gpu_compile.lower(jax.grad(loss, (0, 1)), x, bias).as_text()
-    launches = text.count('name = "flash_attention_dq_kernel"')
-    assert launches == (1 if isinstance(lengths[0], int) else 2)
+    text = gpu_compile.lower(jax.grad(loss, (0, 1, 2)), x, bias, trained).as_text()
+    assert text.count('name = "flash_attention_dq_kernel"') == launches
+
+
+def test_a_shared_gradient_of_a_bias_that_examples_do_not_share(monkeypatch):
+    """A tangent that vmap does not map, of a bias that it maps: the transposed program adds up over other biases."""
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    c = case("B2-T32-S32-H2-D16-bf16")
+    q, k, v = c.arrays()
+    bias, moved, dout = c.normal((2, 2, 32, 32), 0, "bias"), c.normal((2, 32, 32), 1, "moved"), c.cotangents()[0]
+
+    def gradients(implementation):
+        attend = functools.partial(flash_jax.flash_attention, implementation=implementation)
+
+        def tangent(dq, db):
+            def one(q, k, v, b, dq):
+                return jax.jvp(lambda q, b: attend(q, k, v, b), (q, b), (dq, db))[1]
+
+            return jax.vmap(one)(q, k, v, bias, dq)
+
+        return jax.linear_transpose(tangent, q, moved)(dout)
+
+    with flash_jax.interpret_mode():
+        for x, expected in zip(gradients("triton"), gradients("xla"), strict=True):
+            x, expected = (np.asarray(y, np.float32) for y in (x, expected))  # noqa: PLW2901
+            assert np.abs(x - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+def test_with_64_bit_types(attend, monkeypatch):
+    monkeypatch.setattr(stored, "_ENOUGH", 1)
+    c = case("B3-T19-S35-H2-D8-bf16")
+    with jax.enable_x64(True):
+        check(values_and_gradients(causal=True), attend, c.inputs(bias=(1, 2, 19, 35)), c.cotangents())
 
 
 def test_gradient_shared_by_examples_is_written_by_the_kernel_of_dq_if_there_are_enough_programs():

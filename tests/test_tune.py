@@ -412,6 +412,8 @@ OTHERS = {
     "softcap": lambda: key(softcap=30.0),
     "dropout": lambda: key(dropout_rate=0.1, dropout_key=jax.random.key(0)),
     "bias": lambda: key(bias=struct(4, 256, 256)),
+    "bias-of-each-example": lambda: key(bias=struct(2, 4, 256, 256)),
+    "bias-of-three-examples": lambda: key(*[struct(3, 256, 2, 64)] * 3, bias=struct(2, 256, 256)),
     "bias-by-key": lambda: key(bias=struct(256)),
     "bias-float32": lambda: key(bias=struct(4, 256, 256, dtype="float32")),
     "mask": lambda: key(mask=struct(256, 256, dtype="bool")),

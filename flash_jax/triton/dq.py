@@ -73,7 +73,7 @@ def flash_attention_dq_kernel(
         for x, so_far in zip(examples, carry, strict=True):
             entries = x.entries(row, col, masked, careful)
             total = entries.ds if total is None else total + entries.ds
-            if len(after) == len(examples) - 1:
+            if len(after) == len(examples) - 1:  # before the last product, during which no registers hold it then
                 _store_entries(ds_ref, before_ref, total, col, inside, shape.S if masked else None)
             after.append(x.added(so_far, entries))
         return after
@@ -181,7 +181,7 @@ def _store_entries(ref: Any, before_ref: Any, ds: jax.Array, col: Int, inside: j
     """
     if ref is None:
         return
-    here = (slice(None), pl.ds(col, ds.shape[1]))
+    here = (pl.ds(0 * col, ds.shape[0]), pl.ds(col, ds.shape[1]))  # both of one type, as interpret mode wants it in x64
     keep = None if inside is None else jnp.broadcast_to(inside[:, None], ds.shape)
     if S is not None and S % ds.shape[1]:
         exists = jnp.broadcast_to((col + jnp.arange(ds.shape[1], dtype=jnp.int32) < S)[None, :], ds.shape)
@@ -215,8 +215,8 @@ def query_pass(  # noqa: PLR0913
     """(dq of `dtype`, or None where that is None; {name + "_sums": [n, ..., H, T]}; dS), with all leading dims.
 
     `entries` is what dS shall be like, None if it is not wanted; it is added to `before`, whose place it takes if that
-    has the same dtype. With `together` each program has its rows of all examples, which must attend the same tiles, and
-    adds dS up over them.
+    has the same dtype. With `together` each program has its rows of all examples, which must share the bias and attend
+    the same tiles, and adds dS up over them.
     """
     q, k, v = residuals[:3]
     shape = Shape.of(q, k, v, lead)
@@ -261,7 +261,7 @@ def query_pass(  # noqa: PLR0913
         given_specs = _of_example(given_specs[0], 0), *(_of_example(blocks, n) for n in others)
     arrays = given, None if before is None else flat(before, 3)
     out_shapes = (found_shapes,) * count, None if ds is None else flat_output(ds, 3)
-    in_place = ds is not None and before is not None and before.dtype == ds.dtype
+    in_place = ds is not None and before is not None and before.dtype == ds.dtype  # each is the last of its arrays
     aliases = {len(jax.tree.leaves(arrays)) - 1: len(jax.tree.leaves(out_shapes)) - 1} if in_place else {}
     streamed = bytes_of_head(k, v) * count // shape.groups
     call = launch_tiles(

@@ -3,10 +3,11 @@
 What is summed over examples is summed by one launch for each, one after the other, each adding to what the one before
 has left: in a fixed order, and in float32 until the last one writes the dtype of the bias. A launch writes each entry
 once. Where two examples attend the same tiles, and there is room, one program has the queries of both, so that a sum of
-two need not be written and read again. For a bias that heads share, and where only arrays say what is visible, there is
-the kernel of triton/dbias.py.
+two need not be written and read again. For a bias that heads or only some examples share, and where only arrays say
+what is visible, there is the kernel of triton/dbias.py.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flash_jax.spec import AttentionSpec, Operands
+from flash_jax.spec import OWN_RANK, AttentionSpec, Operands
 from flash_jax.tiles import ranges
 from flash_jax.triton.dq import query_pass
 from flash_jax.triton.entries import Residuals
@@ -22,6 +23,7 @@ from flash_jax.triton.launch import Shape, flat
 from flash_jax.triton.tiling import pairs_fit, tile_for
 
 _ENOUGH = 256  # programs of one launch that keep a GPU busy
+_MOVES_NO_TILE = ("scale", "row_start", "col_start", "mod_examples")  # of the numbers that each example may have
 
 
 def _is_served(
@@ -60,10 +62,9 @@ def _by_turns(
     residuals: Residuals, operands: Operands, lead: tuple[int, ...], how: tuple[Any, Any, Any], target: Any
 ) -> tuple:
     """Example after example, or two by two, the gradient so far handed on."""
+    sums, _, spec = how
     shape = Shape.of(*residuals[:3], lead)
-    count = (
-        2 if shape.examples % 2 == 0 and _attend_alike(operands) and pairs_fit(how[2], *residuals[:3], operands) else 1
-    )
+    count = 2 if not sums and _share_programs(residuals, operands, lead, spec) else 1
     turns = shape.examples // count
     own_target = jax.ShapeDtypeStruct((1, *target.shape[len(lead) :]), target.dtype)
     partial = jax.ShapeDtypeStruct(own_target.shape, jnp.float32)
@@ -73,7 +74,7 @@ def _by_turns(
             here, every = x.shape[: len(lead)], flat(x, x.ndim - len(lead))
             if every.shape[0] == 1:
                 return every
-            if here == lead:
+            if here == lead:  # for two of two examples that is no copy
                 return lax.dynamic_slice_in_dim(every, turn * count, count)
             examples = jnp.asarray(turn, jnp.int32) * count + jnp.arange(count, dtype=jnp.int32)
             return every[shape.example(here)(examples)]
@@ -99,7 +100,12 @@ def _by_turns(
     return dq.reshape(*lead, *dq.shape[1:]), found, total.reshape(target.shape)
 
 
-def _attend_alike(operands: Operands) -> bool:
-    """Whether no example attends other tiles than the others do."""
-    names = ("q_offset", "q_lengths", "kv_lengths", "prefix_lengths")
-    return all(x.size == 1 for name, x in operands.items() if name in names)
+def _share_programs(residuals: Residuals, operands: Operands, lead: tuple[int, ...], spec: AttentionSpec) -> bool:
+    """Whether a program may have two examples: they share the bias itself, not only its gradient, and attend the same
+    tiles, there is an even number of them, and room.
+
+    Sums over rows would be more than its registers hold (at head dim 64 up to 3 KiB of them were spilled).
+    """
+    moving = [x for name, x in operands.items() if OWN_RANK.get(name) == 0 and name not in _MOVES_NO_TILE]
+    shared = math.prod(operands.bias.shape[: len(lead)]) == 1 and all(x.size == 1 for x in moving)
+    return shared and math.prod(lead) % 2 == 0 and pairs_fit(spec, *residuals[:3], operands)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -57,7 +58,7 @@ def key_of(name: str, call: Call, gpu: tuple[str, str]) -> Key:
         "whole_tiles": [T % _MULTIPLE == 0, S % _MULTIPLE == 0],
         "batch_times_heads": padded(examples * H),
         "options": _options(spec),
-        "arrays": {name: _kind(name, x, (H, T, S)) for name, x in sorted(operands.items())},
+        "arrays": {name: _kind(name, x, (examples, H, T, S)) for name, x in sorted(operands.items())},
     }
 
 
@@ -98,11 +99,17 @@ def _of_mod(mod: Mod | None) -> str | None:
     return hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(mod.jaxpr)).encode()).hexdigest()[:16]
 
 
-def _kind(name: str, x: Any, sizes: tuple[int, int, int]) -> str:
-    """The dtype of an operand, and for bias and mask along which of heads, queries and keys it has entries."""
-    dims = zip("HTS", x.shape[-3:], sizes, strict=True) if name in ("bias", "mask") else ()
-    along = "".join(letter for letter, n, full in dims if n == full)
-    return f"{x.dtype.name} {along}".strip()
+def _kind(name: str, x: Any, sizes: tuple[int, int, int, int]) -> str:
+    """The dtype of an operand, and for bias and mask along which of examples, heads, queries and keys it has entries.
+
+    Also whether a bias is shared by an even number of examples, of which two may be in one program then.
+    """
+    if name not in ("bias", "mask"):
+        return x.dtype.name
+    own = math.prod(x.shape[:-3]), *x.shape[-3:]
+    along = "".join(letter for letter, n, full in zip("BHTS", own, sizes, strict=True) if n == full)
+    pairs = " in pairs" if name == "bias" and own[0] < sizes[0] and sizes[0] // own[0] % 2 == 0 else ""
+    return f"{x.dtype.name} {along}{pairs}"
 
 
 class Cache:
