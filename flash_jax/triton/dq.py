@@ -222,7 +222,7 @@ def query_pass(  # noqa: PLR0913
     shape = Shape.of(q, k, v, lead)
     tile = tile_for(_name(entries, together), spec, q, k, v, operands)
     extra = inputs(operands, tile, shape, spec)
-    programs = dataclasses.replace(shape, lead=(1,)) if together else shape  # and what each of them writes
+    programs = dataclasses.replace(shape, lead=(1,)) if together else shape  # with an output for each example
 
     def place(i, h):
         return q_tile(i, shape, tile, spec), h
